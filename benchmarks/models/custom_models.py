@@ -18,6 +18,16 @@ import meshwright as mw
 SAMPLES, TOKENS, WIDTH, CLASSES = 12, 12, 16, 10
 
 
+def masked_text() -> dict[str, torch.Tensor]:
+    """Returns samples of text in which every fourth token is masked, with the masked ones as labels."""
+    tokens = _text(SAMPLES, TOKENS).long()
+    is_masked = torch.arange(TOKENS) % 4 == 1
+    return {
+        "input_ids": torch.where(is_masked, 3, tokens),
+        "labels": torch.where(is_masked, tokens, -100),
+    }
+
+
 def t5() -> mw.Model:
     """Returns T5, which takes the tokens of its decoder as a second input."""
     sizes = {

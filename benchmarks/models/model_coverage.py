@@ -17,8 +17,8 @@ sites, buffers that are written. To see it for a model of your own:
 
     meshwright inspect CONFIG.toml
 
-A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something
-else (images, a second sequence) comes from a factory with an example of one batch;
+A causal language model trains on text from its config.json alone. One that predicts or takes something
+else (masked tokens, images, a second sequence) comes from a factory with an example of one batch;
 `benchmarks/models/custom_models.py` has one of each kind:
 
     def vit():
@@ -73,6 +73,23 @@ CLAIM = (
 )
 
 
+# a masked language model, or an encoder and decoder: its inputs are masked, its labels are what was there
+MASKED_FACTORY = """import json
+from pathlib import Path
+
+import transformers
+
+import meshwright as mw
+from benchmarks.models.custom_models import masked_text
+
+
+def build():
+    fields = json.loads((Path(__file__).parent / "config.json").read_text())
+    config = transformers.AutoConfig.for_model(**fields)
+    return mw.Model(transformers.{architecture}(config), example=masked_text())
+"""
+
+
 def check_family(family: Family, folder: Path) -> dict[str, Any]:
     """Returns what was found in `family`, what had to be declared, and its largest error on each number of
     ranks. Writes files to `folder`.
@@ -90,10 +107,10 @@ def check_family(family: Family, folder: Path) -> dict[str, Any]:
     return {
         "family": family.name,
         "class": family.architecture,
-        "source": "factory" if family.factory else "config.json",
+        "source": "config.json" if family.trains_on_text else "factory",
         "blocks": _blocks(found),
         "layer_roles": _layer_roles(found),
-        "declared": "example batch" if family.factory else "nothing",
+        "declared": "nothing" if family.trains_on_text else "example batch",
         "notes": [*found.notes, *(fault.problem for fault in found.diagnostics)],
         "errors": errors,
         "round_trip": {"compared": compared, "difference": difference},
@@ -122,7 +139,7 @@ def main() -> None:
 def _config(family: Family, source: str, folder: Path) -> Path:
     """Writes the config file of one family, as a user would; returns its path."""
     text = {"source": str(Path(json.__file__).parent), "sequence": SEQUENCE}
-    data = {"source": "example"} if family.factory else text
+    data = text if family.trains_on_text else {"source": "example"}
     tables = {
         "model": {"source": source},
         "data": data,
@@ -140,7 +157,10 @@ def _source(family: Family, folder: Path) -> str:
         return f"{Path(__file__).parent / 'custom_models.py'}:{family.factory}"
     path = folder / "config.json"
     path.write_text(json.dumps(family.config))
-    return str(path)
+    if family.trains_on_text:
+        return str(path)
+    (folder / "model.py").write_text(MASKED_FACTORY.format(architecture=family.architecture))
+    return f"{folder / 'model.py'}:build"
 
 
 def _round_trips(source: str, folder: Path) -> tuple[str, float]:

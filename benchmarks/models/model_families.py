@@ -24,6 +24,11 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     factory: str = ""
 
+    @property
+    def trains_on_text(self) -> bool:
+        """Whether its own loss predicts the next token, so that its config and a text are enough."""
+        return not self.factory and self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
 
 def _decoder(model_type: str, architecture: str, **fields: Any) -> Family:
     sizes = {"model_type": model_type, "architectures": [architecture], **fields}

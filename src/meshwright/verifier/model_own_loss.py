@@ -51,6 +51,7 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
         return None
     module = analyzed.make_module("cpu", torch.float32)[0]
     module.eval()
+    raw = {key: value.contiguous() for key, value in raw.items()}  # models take views of their labels
     with torch.no_grad():
         outputs = module(**raw)
         stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight

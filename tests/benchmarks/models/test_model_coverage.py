@@ -10,7 +10,7 @@ from benchmarks.models.model_families import FAMILIES
 SHOWN = {
     "gemma2": ("nothing", "5 (model.layers.0 .. 1)"),
     "qwen3_moe": ("nothing", "5 (model.layers.0 .. 1)"),
-    "bert": ("nothing", "4 (bert.encoder.layer.0 .. 1)"),
+    "bert": ("example batch", "4 (bert.encoder.layer.0 .. 1)"),
     "t5": ("example batch", "9"),
     "U-Net with skips": ("example batch", "6"),
 }

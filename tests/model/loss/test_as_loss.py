@@ -83,6 +83,12 @@ def test_sums_pass_whatever_their_outputs_are():
     )
 
 
+def test_rows_of_all_tokens_of_samples_belong_to_their_samples():
+    rows = LOGITS.view(9, 4)
+    loss = Loss(lambda outputs, batch: outputs["router_logits"].square().sum(), lambda batch: torch.tensor(1))
+    check_is_sum(loss, BATCH, {"logits": LOGITS, "router_logits": rows})
+
+
 def test_outputs_are_not_changed_by_the_check():
     outputs = {"logits": LOGITS, "hidden": [LOGITS]}
     check_is_sum(mw.token_cross_entropy(), BATCH, outputs)

@@ -96,8 +96,11 @@ def _totals(loss: Loss, batch: Batch, outputs: Any, num_samples: int) -> tuple[f
 
     def rows(value: Any, first: int, end: int) -> Any:
         def cut(leaf: Any) -> Any:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (num_samples,)
-            return leaf[first:end] if has_rows else leaf
+            if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+                return leaf
+            # rows of samples, or of all tokens of samples, as router logits are
+            rows, rest = divmod(leaf.shape[0], num_samples)
+            return leaf[first * rows : end * rows] if not rest and rows in (1, length) else leaf
 
         return map_leaves(value, cut)
 
