@@ -4,6 +4,7 @@ engine_overhead     step time of the engine on one device, against a plain PyTor
 interface_overhead  time that our interface adds to a call of the backend, and the ledger to a step
 mutants             the share of planted faults that the test suite notices
 nearest_tests       orders test files by their distance to a module
+trainer_parity      MeshwrightTrainer beside transformers' Trainer
 suite_tiers         chooses the cases of the default tier of the test suite
 comm/               all-reduce, hosts, transports
 context_parallel/   ring attention, Ulysses

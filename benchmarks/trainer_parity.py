@@ -1,7 +1,12 @@
 """MeshwrightTrainer beside transformers' Trainer: 50 steps of the same script.
 
-    one device    float32: losses, learning rates, evaluations, parameters of both trainers
+    one device    float32: losses, gradient norms, learning rates, evaluations of both trainers
     2 ranks       float64: DDP, ZeRO-3, tensor parallelism, a pipeline, beside MeshwrightTrainer on one device
+
+Parameters are compared in float64 alone: in float32 Adam divides the rounding noise of a gradient that is
+zero (biases of keys) by its own size, so such parameters move by noise. Transformers 5.23 divides the loss of
+GPT-2, whose class name says no loss type, by a count that includes the first label of each sample; here these
+labels are ignored, so that both count the same.
 
 Both are given the same arguments: warm-up and linear decay, weight decay by group, clipping, a short last
 batch in every epoch, evaluation with `compute_metrics`. Transformers computes losses in float32 whatever the
@@ -35,12 +40,12 @@ from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "trainer_parity"
 CLAIM = (
-    "50 steps of MeshwrightTrainer: on one device losses, evaluations and parameters equal those of "
-    "transformers' Trainer to rounding in float32; under DDP, ZeRO-3, tp 2 and pp 2 they equal one device to "
-    "1e-10 in float64"
+    "50 steps of MeshwrightTrainer: on one device losses, gradient norms and evaluations equal those of "
+    "transformers' Trainer to rounding in float32; under DDP, ZeRO-3, tp 2 and pp 2 they and the parameters "
+    "equal one device to 1e-10 in float64"
 )
 STEPS, BATCH, NUM_SAMPLES, TOKENS, VOCABULARY = 50, 4, 46, 12, 61
-# float32 keeps 6e-8; Adam divides by roots of small second moments, so a parameter may move by more
+# a rounding of float32 is 6e-8 relative, and each of 50 steps adds those of sums over up to 2,000 products
 FLOAT32_LIMIT, FLOAT64_LIMIT = 2e-5, 1e-10
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -150,10 +155,11 @@ def _accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((chosen == labels).mean())}
 
 
-def difference(found: Trained, wanted: Trained) -> float:
+def difference(found: Trained, wanted: Trained, *, with_parameters: bool) -> float:
     """Returns the largest relative difference of what was logged, and of the parameters."""
     scale = float(wanted.parameters.abs().max())
-    worst = float((found.parameters - wanted.parameters).abs().max()) / scale
+    moved = float((found.parameters - wanted.parameters).abs().max()) / scale
+    worst = moved if with_parameters else 0.0
     for key, values in wanted.logs.items():
         pairs = zip(found.logs[key], values, strict=True)
         worst = max(worst, *(abs(mine - other) / max(abs(other), 1e-3) for mine, other in pairs))
@@ -180,14 +186,19 @@ def measured() -> Iterator[tuple[str, float, float]]:
     """Yields each case, its largest relative difference, and its limit."""
     for case in (Case("llama"), Case("llama", accumulation=3), Case("gpt2"), Case("bert")):
         wanted = run(replace(case, is_reference=True))
-        yield f"transformers, {case.name}", difference(run(case), wanted), FLOAT32_LIMIT
+        yield (
+            f"transformers, {case.name}",
+            difference(run(case), wanted, with_parameters=False),
+            FLOAT32_LIMIT,
+        )
     meshes = (Mesh(dp_replicate=2), Mesh(dp_shard=2), Mesh(tp=2), Mesh(pp=2))
     for model in ("llama", "gpt2", "bert"):
         wanted = run(Case(model, dtype="float64", accumulation=2))
         for mesh in meshes:
             case = Case(model, mesh, "float64", accumulation=2)
             found = run_on_ranks(case)
-            yield f"one device, {case.name}", max(difference(each, wanted) for each in found), FLOAT64_LIMIT
+            errors = [difference(each, wanted, with_parameters=True) for each in found]
+            yield f"one device, {case.name}", max(errors), FLOAT64_LIMIT
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
 """The training loop of the command, called from Python with an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import meshwright
+import meshwright as mw
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.oom_advice import OutOfMemory, is_out_of_memory
@@ -119,3 +122,61 @@ def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):
     with pytest.raises(RuntimeError, match="broken") as caught:
         played(plan_in(tmp_path), should_stop=broken)
     assert (type(caught.value), str(caught.value)) == (RuntimeError, "broken")
+
+
+class Regression(nn.Module):
+    """One layer, for samples that are no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def squares() -> mw.Loss:
+    return mw.Loss(
+        total=lambda outputs, batch: ((outputs[:, 0] - batch["y"]) ** 2).sum(),
+        count=lambda batch: torch.tensor(len(batch["y"])),
+        targets=("y",),
+    )
+
+
+def rows(num: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(3.0 * num).view(num, 3) / 10
+    return x, x.sum(1)
+
+
+def trained_on(data: object, folder: Path) -> list[torch.Tensor]:
+    analyzed = mw.analyze(Regression, rows(), loss=squares())
+    job = mw.Job(train=mw.TrainConfig(steps=3, batch=4))
+    plan = mw.make_plan(analyzed, job, run=mw.RunConfig(folder=str(folder)))
+    with mw.parallelize(analyzed, plan) as trainer:
+        mw.train(trainer, data)  # type: ignore[arg-type]
+        return [parameter.detach().clone() for parameter in trainer.module.parameters()]
+
+
+def test_datasets_and_loaders_of_torch_train_like_tensors(tmp_path: Path):
+    x, y = rows()
+    wanted = trained_on({"x": x, "y": y}, tmp_path / "tensors")
+    data = TensorDataset(x, y)
+    for name, given in {"dataset": data, "loader": DataLoader(data, 5, shuffle=True)}.items():
+        found = trained_on(given, tmp_path / name)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+class Endless(IterableDataset):
+    """Samples without an index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def test_a_loader_whose_order_is_not_that_of_the_plan_is_refused(tmp_path: Path):
+    data = TensorDataset(*rows())
+    weighted = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8))
+    with pytest.raises(PlanError, match="a loader in the order of a WeightedRandomSampler; train"):
+        trained_on(weighted, tmp_path)
+    with pytest.raises(PlanError, match="an iterable dataset, which has no sample by index"):
+        trained_on(DataLoader(Endless()), tmp_path)

@@ -11,11 +11,15 @@ the plan that need less.
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.api import Trainer
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.resume import resume
 from meshwright.run.data.data_loader import (
+    CollatedDataset,
     Dataset,
     ExampleDataset,
     PreparedDataset,
@@ -26,8 +30,9 @@ from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as play_all
+from meshwright.run.training.trainer import batch_tensors
 
-Samples = Dataset | Mapping[str, torch.Tensor]
+Samples = Dataset | Mapping[str, torch.Tensor] | TorchDataset | DataLoader
 
 
 def train(
@@ -42,7 +47,9 @@ def train(
     it.
 
     Args:
-        data: all samples, the same on every rank: tensors with one sample per row of dim 0, or a `Dataset`.
+        data: all samples, the same on every rank: tensors with one sample per row of dim 0, a `Dataset`, a
+            dataset of torch with a length, or the `DataLoader` over one. Of a loader the dataset and the
+            collator are used; the plan says the batch, and its seed the order.
         eval_data: samples to evaluate on, likewise.
         callbacks: called on rank 0.
         should_stop: called before each step; True stops all ranks after it.
@@ -72,5 +79,30 @@ def train(
 
 
 def _as_data(samples: Samples, trainer: Trainer) -> Dataset:
-    dataset = ExampleDataset(samples) if isinstance(samples, Mapping) else samples
-    return PreparedDataset(dataset, trainer.executor.state.loss.prepare)
+    def prepare(batch: object) -> Batch:
+        return trainer.executor.loss.prepare(batch_tensors(batch, trainer.analyzed))
+
+    if isinstance(samples, Mapping):
+        return PreparedDataset(ExampleDataset(batch_tensors(samples, trainer.analyzed)), prepare)
+    if isinstance(samples, DataLoader):
+        return PreparedDataset(_of_loader(samples), prepare)
+    if isinstance(samples, TorchDataset):
+        return PreparedDataset(_of_loader(DataLoader(samples)), prepare)
+    return PreparedDataset(samples, prepare)
+
+
+def _of_loader(loader: DataLoader) -> CollatedDataset:
+    """Returns the samples of `loader`; raises PlanError where its order cannot be that of the plan."""
+    sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        text, fix = "an iterable dataset, which has no sample by index", "step in a loop of your own: "
+        fix += "for batch in loader: trainer.step(trainer.local_batch(batch))"
+        raise PlanError(text, fix=fix, location="data")
+    if type(sampler) not in (RandomSampler, SequentialSampler) or type(loader.batch_sampler) not in (
+        BatchSampler,
+        type(None),
+    ):
+        text = f"a loader in the order of a {type(sampler).__name__}; train() takes that of the plan's seed"
+        fix = "pass its dataset, or step in a loop of your own with the batches of the loader"
+        raise PlanError(text, fix=fix, location="data")
+    return CollatedDataset(loader.dataset, loader.collate_fn)

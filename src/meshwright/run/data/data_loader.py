@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -111,10 +111,32 @@ class ExampleDataset:
         return {key: value[rows] for key, value in self._example.items()}
 
 
+class CollatedDataset:
+    """The samples of a dataset of torch, which has a length; `collate` makes a batch of some of them.
+
+    The digest names the class, the length and the first sample's form, and not the samples.
+    """
+
+    notes = ()
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+        first = collate([dataset[0]])
+        form = {key: tuple(value.shape) for key, value in first.items()} if isinstance(first, Mapping) else ""
+        self.digest = sha256(f"{type(dataset).__name__} {len(dataset)} {form}".encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, ids: Sequence[int]) -> Any:
+        """Returns the samples `ids`, collated; absent ones are left out."""
+        return self._collate([self._dataset[index] for index in ids if index != ABSENT_SAMPLE])
+
+
 class PreparedDataset:
     """The samples of `dataset`, as the loss prepares them (`Loss.prepare`)."""
 
-    def __init__(self, dataset: Dataset, prepare: Callable[[Batch], Batch]) -> None:
+    def __init__(self, dataset: Dataset | CollatedDataset, prepare: Callable[[Any], Batch]) -> None:
         self._dataset, self._prepare = dataset, prepare
         self.digest, self.notes = dataset.digest, dataset.notes
 
