@@ -53,7 +53,7 @@ def evaluations_of(mesh: Mesh, strategies: tuple) -> list[list[float]]:
                 mine += (
                     [sample_range(DATA, 0, 1)] if world.rank == 0 else []
                 )  # the others have one batch less
-                found.append(engine.evaluate(mine).loss)
+                found.append(engine.executor.evaluate(mine).loss)
                 found.append(
                     engine.step(
                         engine.local_batch(sample_range(DATA, 12 * (step % 2), 12 * (step % 2) + 12))
@@ -99,7 +99,7 @@ def test_collectives_match_although_ranks_skip_different_blocks():
 
         def rank(world: World) -> float:
             with parallelize(analyzed, plan, world=world) as engine:
-                return engine.evaluate(
+                return engine.executor.evaluate(
                     [engine.local_batch(sample_range(DATA, at, at + 12)) for at in (0, 12)]
                 ).loss
 

@@ -31,9 +31,9 @@ def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]
     def rank(world: World) -> list[Evaluation]:
         with parallelize(ANALYZED, plan, world=world) as engine:
             mine = [engine.local_batch(sample_range(DATA, at, at + 12)) for at in (0, 12)]
-            before = engine.evaluate(mine)
+            before = engine.executor.evaluate(mine)
             engine.step(engine.local_batch(sample_range(DATA, 0, 12)))
-            return [before, engine.evaluate(mine)]
+            return [before, engine.executor.evaluate(mine)]
 
     return run_on_threads(rank, mesh)
 

@@ -74,7 +74,7 @@ def evaluations_of(
                     [sample_range(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []
                 )  # the others have one batch less
                 modes = [each.training for each in engine.module.modules()]
-                found += [engine.evaluate(mine)] if evaluated else []
+                found += [engine.executor.evaluate(mine)] if evaluated else []
                 assert modes == [each.training for each in engine.module.modules()]
                 losses.append(engine.step(engine.local_batch(sample_range(DATA, 0, 12))).loss)
             held = dict(engine.module.named_buffers()) | engine.executor.gather_parameters()
@@ -112,7 +112,7 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
     def rank(world: World) -> tuple[float, set[tuple[int, ...]]]:
         world.serializes_p2p = world.ledger.is_recording = True  # as on NCCL
         with parallelize(ANALYZED, plan, world=world) as engine:
-            found = engine.evaluate(
+            found = engine.executor.evaluate(
                 [engine.local_batch(sample_range(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
                 + [sample_range(DATA, 0, 1)]
             )
@@ -157,7 +157,7 @@ def test_values_that_skip_stages_arrive_in_the_order_in_which_they_are_sent(rank
     def rank(world: World) -> tuple[float, bool]:
         with parallelize(analyzed, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             before = bits(dict(engine.module.named_buffers()))
-            found = engine.evaluate(batches).loss
+            found = engine.executor.evaluate(batches).loss
             return found, before == bits(dict(engine.module.named_buffers()))
 
     ((truth, _),) = run_on_threads(rank, Mesh())
@@ -171,7 +171,7 @@ def test_batches_may_differ_in_length():
 
     def rank(world: World) -> Evaluation:
         with parallelize(ANALYZED, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
-            return engine.evaluate([sample_range(DATA, 0, 12), short, sample_range(DATA, 19, 31)])
+            return engine.executor.evaluate([sample_range(DATA, 0, 12), short, sample_range(DATA, 19, 31)])
 
     (truth,) = run_on_threads(rank, Mesh())
     for found in run_on_threads(rank, plan.mesh):
@@ -185,7 +185,7 @@ def test_the_ledger_has_what_was_sent_between_which_stages():
 
     def rank(world: World) -> dict[str, float]:
         with parallelize(ANALYZED, plan, world=world) as engine:
-            engine.evaluate([sample_range(DATA, 0, 12)])
+            engine.executor.evaluate([sample_range(DATA, 0, 12)])
             return {
                 name: sent for name, sent in world.ledger.sent_nbytes.items() if "EVALUATE" in name and sent
             }
@@ -262,7 +262,7 @@ def test_a_block_called_in_another_stage_than_in_training_is_refused_by_name():
             parallelize(analyzed, plan, world=world) as engine,
             pytest.raises(PlanError, match=r"the forward calls 'layers\.0' in the"),
         ):
-            engine.evaluate([sample_range(DATA, 0, 12)])
+            engine.executor.evaluate([sample_range(DATA, 0, 12)])
 
     run_on_threads(rank, plan.mesh)
 
@@ -295,7 +295,7 @@ def test_it_runs_in_the_compute_dtype():
 
     def rank(world: World) -> float:
         with parallelize(ANALYZED, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
-            return engine.evaluate([sample_range(DATA, 0, 12)]).loss
+            return engine.executor.evaluate([sample_range(DATA, 0, 12)]).loss
 
     (truth,) = run_on_threads(rank, Mesh())
     assert run_on_threads(rank, plan.mesh) == [pytest.approx(truth, rel=1e-6)] * 2

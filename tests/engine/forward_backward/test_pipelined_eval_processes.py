@@ -40,7 +40,7 @@ def evaluations_of(world: World, layout: str) -> dict[str, list[float]]:
         for first in (0, 0, 12):  # the third is new to it
             mine = [engine.local_batch(sample_range(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
             found["losses"].append(
-                engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss
+                engine.executor.evaluate([each if len(each["labels"]) else None for each in mine]).loss
             )
             metrics = engine.step(engine.local_batch(sample_range(DATA, first, first + 12)))
         if metrics.spike is not None:

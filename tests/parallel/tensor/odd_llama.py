@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
@@ -53,7 +54,7 @@ def analyzed_llama(length: int = TOKENS, **more: object) -> AnalyzedModel:
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return analyze(llama(**more), batches(1, length=length)[0])
+        return analyze(llama(**more), batches(1, length=length)[0], loss=token_cross_entropy())
 
 
 def planned(
@@ -66,7 +67,7 @@ def planned(
     **job: object,
 ) -> tuple[AnalyzedModel, Plan]:
     """The analyzed model of `model`, and its plan on `mesh` with clipping and weight decay."""
-    analyzed = analyze(model, batches(1, samples, length)[0])
+    analyzed = analyze(model, batches(1, samples, length)[0], loss=token_cross_entropy())
     train, optimizer = (
         TrainConfig(batch=samples, clip=0.5),
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),

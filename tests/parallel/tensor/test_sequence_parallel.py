@@ -260,7 +260,7 @@ def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     analyzed = analyze(
-        lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
+        lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens.roll(1, 1)}
     )
     job = Job(ModelConfig("mixed"), DataConfig("random", sequence=6), TrainConfig(batch=4))
     return analyzed, make_plan(analyzed, job, Mesh(tp=2), strategies)
@@ -295,7 +295,7 @@ class Shared(Mixed):
 
 def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch.Tensor]]:
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": tokens, "labels": tokens}
+    batch = {"input_ids": tokens, "labels": tokens.roll(1, 1)}
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     analyzed = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
     job = Job(ModelConfig("shared"), DataConfig("random", sequence=6), TrainConfig(batch=4))

@@ -274,8 +274,9 @@ def _iterate_batches(data: object, size: int) -> Iterator[object]:
 
 
 def _is_local(batch: object) -> bool:
+    """Returns whether `batch` has the samples of this rank only, as a list of microbatches does."""
     if isinstance(batch, list):
-        return bool(batch) and all(isinstance(each, LocalSamples) for each in batch)
+        return not all(isinstance(each, torch.Tensor) for each in batch)
     return batch is None or isinstance(batch, LocalSamples)
 
 
