@@ -216,7 +216,7 @@ def test_verify_notices_a_loss_that_is_a_mean():
     analyzed, plan = plan_for(2)
     verdict = mw.verify(analyzed, plan, [batch(0)], loss=mean)
     assert not verdict.passed
-    assert verdict.cause == "loss scale"
+    assert verdict.cause == "loss"
 
 
 def build_with(world: World | None = None, **options: object) -> mw.Trainer:

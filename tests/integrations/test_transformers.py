@@ -313,11 +313,6 @@ def test_a_plan_in_place_of_a_mesh_must_say_what_the_arguments_say(tmp_path: Pat
     model = llama(torch.float32)
     example = {key: value[None] for key, value in samples()[0].items()}
     job = mw.Job(train=mw.TrainConfig(steps=6, batch=4, clip=1.0, seed=42))
-    cached = mw.make_plan(mw.analyze(model, example), job, micro_batch=2)
-    with pytest.raises(PlanError, match="the plan was made from another model") as error:
-        make(MeshwrightTrainer, tmp_path, plan=cached).train()
-    assert "model.config.use_cache = False" in str(error.value)
-    model.config.use_cache = False
     plan = mw.make_plan(mw.analyze(model, example), job, micro_batch=2)
     trainer = make(MeshwrightTrainer, tmp_path, plan=plan)
     trainer.train()

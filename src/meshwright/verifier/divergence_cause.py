@@ -68,8 +68,10 @@ def _on_one_device(parity_case: ParityCase) -> str | None:
 
 
 def _differ(first: TensorsByName, second: TensorsByName) -> bool:
-    scale = max((tensor.abs().max().item() for tensor in first.values() if tensor.numel()), default=0.0)
+    known = [tensor.nan_to_num().abs().max().item() for tensor in first.values() if tensor.numel()]
     return any(
-        not torch.allclose(first[name], second[name], rtol=0, atol=TOLERANCE * scale, equal_nan=True)
-        for name in first
+        not torch.allclose(
+            tensor, second[name], rtol=0, atol=TOLERANCE * max(known, default=0.0), equal_nan=True
+        )
+        for name, tensor in first.items()
     )

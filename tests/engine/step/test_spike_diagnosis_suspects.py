@@ -79,7 +79,7 @@ def spike_of(
     From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last`
     rows, if that is said.
     """
-    mesh, shards = Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=stage))
+    mesh, shards = Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=stage or 1))
     mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
     return spikes(how, mesh, strategies, bad_rows, rows_of_last, micro_batch=micro_batch)
 

@@ -151,7 +151,7 @@ def test_a_model_that_is_one_block_is_measured_too():
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
         {"input": torch.ones(4, 6)},
         loss=Loss(
-            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs)),
+            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs), reduction="sum"),
             lambda batch: torch.tensor(1.0),
             targets=(),
         ),

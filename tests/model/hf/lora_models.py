@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.api import analyze
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from tests.model.published_models import DECODER, published
 from tests.tiny_model import token_samples
 
@@ -40,7 +41,12 @@ def adapted_reading(
     config: dict[str, object] | None = None, weights: Path | None = None, **lora: object
 ) -> AnalyzedModel:
     """Returns the analysis of `adapted`, on samples of `tests.tiny_model`; its base from `weights`."""
-    return analyze(adapted(config, **lora), token_samples(2), weights="" if weights is None else str(weights))
+    return analyze(
+        adapted(config, **lora),
+        token_samples(2),
+        loss=token_cross_entropy(),
+        weights="" if weights is None else str(weights),
+    )
 
 
 def stored_base(folder: Path, **changes: object) -> nn.Module:

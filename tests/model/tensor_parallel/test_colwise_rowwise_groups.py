@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from tests.model.two_block_model import Net
 
 TOKENS = torch.arange(28).view(4, 7) % 7
-BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+BATCH = {"input_ids": TOKENS, "labels": TOKENS.roll(1, -1)}
 
 
 class Scale(nn.Module):

@@ -62,7 +62,7 @@ def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpe
         {f"layers.*.{name}": role for name, role in sockets.items()},
     )
     model_spec = analyze(
-        lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+        lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
     ).model_spec
     sides = {"colwise": "out", "rowwise": "in"}
     cuts = {

@@ -113,7 +113,7 @@ def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     model = Pairs(extra, between)
     model_spec = analyze(
-        lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
+        lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
     ).model_spec
     assert all(
         "forward" not in part.__dict__ and not part._forward_hooks for part in model.modules()

@@ -52,7 +52,7 @@ def sum_numbers(*ends: Ends, pairs: int = 2) -> list[int]:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     analyzed = analyze(
         lambda: Model(Network(*ends, pairs=pairs), layer_roles=SOCKETS),
-        {"input_ids": tokens, "labels": tokens},
+        {"input_ids": tokens, "labels": tokens.roll(1, -1)},
     )
     return [call.sum_id for call in analyzed.model_spec.layer_calls if call.role == "rowwise"]
 

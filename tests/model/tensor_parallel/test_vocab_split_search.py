@@ -15,7 +15,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def test_a_table_of_positions_with_as_many_rows_as_the_vocabulary_stays_whole():
-    batch = {"input_ids": TOKENS, "labels": TOKENS.clone()}
+    batch = {"input_ids": TOKENS, "labels": TOKENS.roll(1, -1)}
     analyzed = mw.analyze(gpt2, batch)
     roles = {call.name: call.role for call in analyzed.model_spec.layer_calls}
     assert roles["transformer.wte"] == "embedding"

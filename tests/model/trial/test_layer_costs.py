@@ -31,7 +31,7 @@ def test_a_pair_includes_its_products_and_the_operations_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.side": "replicated"}
     found = analyze(
-        lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+        lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
     ).model_spec
     calls = {call.name: call for call in found.layer_calls}
     for layer in ("layers.0", "layers.1"):

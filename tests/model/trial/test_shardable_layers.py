@@ -33,7 +33,7 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
     return {
         w.name: w
         for w in analyze(
-            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
         ).model_spec.params
     }
 
