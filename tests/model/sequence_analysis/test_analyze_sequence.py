@@ -268,7 +268,7 @@ def test_a_row_of_keys_is_passed_whole_to_a_block():
 
     ids = torch.ones(2, LENGTH, dtype=torch.int64)
     tokens = analyze(
-        lambda: Model(make()), {"input_ids": ids, "attention_mask": ids, "labels": ids}
+        lambda: Model(make()), {"input_ids": ids, "attention_mask": ids, "labels": ids.roll(1, -1)}
     ).sequence_info
     assert tokens is not None
     assert reasons_not_sequence_parallel(tokens) == []
@@ -316,7 +316,7 @@ def test_a_small_decoder_may_run_on_a_token_shard():
 def test_a_model_in_one_block_makes_its_positions_inside():
     ids = torch.ones(2, LENGTH, dtype=torch.int64)
     tokens = analyze(
-        lambda: Model(Small(), blocks=["(model)"]), {"input_ids": ids, "labels": ids}
+        lambda: Model(Small(), blocks=["(model)"]), {"input_ids": ids, "labels": ids.roll(1, -1)}
     ).sequence_info
     assert tokens is not None
     assert reasons_not_sequence_parallel(tokens) == [

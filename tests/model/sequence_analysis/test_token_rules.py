@@ -53,7 +53,7 @@ class Layers(nn.Module):
 def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> SequenceInfo:
     """The sequence analysis of a model."""
     ids = torch.arange(2 * length).view(2, length) % WORDS
-    tokens = analyze(lambda: Model(make()), {"input_ids": ids, "labels": ids}).sequence_info
+    tokens = analyze(lambda: Model(make()), {"input_ids": ids, "labels": ids.roll(1, -1)}).sequence_info
     assert tokens is not None
     return tokens
 

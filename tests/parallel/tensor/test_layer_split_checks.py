@@ -91,7 +91,7 @@ class Convolutions(nn.Module):
 def faults(
     model: nn.Module | Model, mesh: Mesh, strategies: tuple = (TensorParallel(),), **job: object
 ) -> tuple[Diagnostic, ...]:
-    analyzed = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
+    analyzed = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS.roll(1, -1)})
     said = Job(ModelConfig("net"), DataConfig("random", sequence=6), TrainConfig(batch=4), **job)
     with pytest.raises(PlanError) as raised:
         make_plan(analyzed, said, mesh, strategies)

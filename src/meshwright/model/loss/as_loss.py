@@ -68,7 +68,8 @@ def check_is_sum(loss: Loss, batch: Batch, outputs: Any) -> None:
             whole, parts = _totals(loss, batch, outputs, num_samples)
         except Exception:
             return  # it needs other values than random ones: verify compares the numbers
-    if abs(whole - sum(parts)) <= SUM_TOLERANCE * max(abs(whole), abs(sum(parts))):
+    is_sum = abs(whole - sum(parts)) <= SUM_TOLERANCE * max(abs(whole), abs(sum(parts)))
+    if is_sum or not _are_per_sample(outputs, num_samples, _num_tokens(batch)):
         return
     kind = "it is a mean" if abs(whole) < 0.9 * abs(sum(parts)) else "samples depend on each other"
     text = (
@@ -112,6 +113,13 @@ def _totals(loss: Loss, batch: Batch, outputs: Any, num_samples: int) -> tuple[f
         for first, end in ((0, 1), (1, num_samples))
     ]
     return total, parts
+
+
+def _are_per_sample(outputs: Any, num_samples: int, length: int) -> bool:
+    """Returns whether all outputs have rows of samples or of their tokens; others may be sums over them."""
+    sizes = (num_samples, num_samples * length)
+    floats = [tensor for tensor in tree_tensors(outputs) if tensor.is_floating_point()]
+    return all(tensor.ndim > 0 and tensor.shape[0] in sizes for tensor in floats)
 
 
 def _num_tokens(batch: Batch) -> int:
