@@ -84,13 +84,13 @@ class Centred(Bytes):
 
 
 def _at_step(step, act):
-    """A model whose loss acts in the `step`-th step of a process; what the reading tries on fake tensors is
-    no step.
+    """A model whose loss acts in the `step`-th step of a process; what the analysis tries, on fake tensors or
+    without gradients, is no step.
     """
     calls, usual = [], mw.token_cross_entropy()
 
     def total(outputs, batch):
-        calls.extend([] if isinstance(outputs, FakeTensor) else [1])
+        calls.extend([1] if outputs.requires_grad and not isinstance(outputs, FakeTensor) else [])
         if len(calls) == step:
             act()
         return usual.total(outputs, batch)

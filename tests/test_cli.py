@@ -179,7 +179,7 @@ def test_under_torchrun_a_rank_gives_the_same_bits(config, left_alone, tmp_path)
 
 def test_the_traceback_of_the_rank_that_raised_is_shown_once(failed):
     code, out, err = failed[1]
-    assert code == 1
+    assert code == 1, (out, err)
     assert err.startswith("rank 1 failed at step 3 (training)\nTraceback")
     assert (out + err).count("Traceback") == 1
     assert err.count("ValueError: planted in rank 1") == 1

@@ -48,7 +48,7 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
         "build: ",
         "2 ranks: 2 data-parallel replicas (dp_replicate)",
         "12 sequences of 16 tokens = 2 data-parallel ranks x 1 micro-batch x 6 sequences",
-        "bytes as tokens: ",
+        "tokenizer bytes, ",
         "gradients all_reduce over dp_replicate",
     ):
         assert word in folded
@@ -273,7 +273,7 @@ def test_a_model_that_mixes_the_samples_of_its_rank_does_not_pass(config, say, t
     code, out, err = say("verify", config, *words)
     assert (code, err) == (1, "")
     assert "dp_replicate 2 does NOT equal one device" in out
-    assert "cause: technique" in out
+    assert "cause: loss" in out
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert not verdict["passed"]
     assert (verdict["first_difference"]["step"], verdict["first_difference"]["quantity"]) == (0, "gradient")

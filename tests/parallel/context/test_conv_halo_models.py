@@ -216,11 +216,6 @@ def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
-def test_a_cache_of_convolutions_is_refused_with_a_repair() -> None:
-    said = refused(lambda: lfm2(use_cache=True), RingAttention())
-    assert "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False" in said
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
