@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.model.analysis.find_model_loss import find_loss_inputs
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
 from meshwright.model.analysis.sharding_trials import (
@@ -36,7 +37,7 @@ from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.as_loss import check_is_sum
 from meshwright.model.loss.loss_definition import Loss
-from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs, loss_saved_numel
+from meshwright.model.loss.loss_inputs import batch_columns, loss_saved_numel
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
@@ -211,16 +212,16 @@ def analyze(
     module = plan.instantiate()
     names = tuple(find_blocks(module, loaded_model.blocks or ()))
     example_samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
-    find_loss_inputs = partial(_find_loss_inputs, loss, example_samples)
+    find_inputs = partial(find_loss_inputs, loss, example_samples)
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
-    findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
+    findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
     # the forwards of the blocks are never called: the model calls their submodules
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
-        findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
+        findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
     check_is_sum(loss, example_samples, findings.outputs)
     divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
@@ -378,22 +379,6 @@ def _forwards(
     if rng.sites.layouts or has_scalars or other:
         second = forward(SECOND_BATCH_SIZE, lambda run: run())
     return findings, rng.sites, find_loss_inputs(findings, second)
-
-
-def _find_loss_inputs(
-    loss: Loss, example: Example, findings: TrialFindings, second: TrialFindings | None
-) -> tuple[BatchTensor, ...]:
-    """Returns the outputs of a trial, with those that are computed over all samples; `second` has another
-    number of samples.
-    """
-    if second is None:
-        return loss_inputs(loss, example, findings.outputs)
-    columns = loss_inputs(loss, example, findings.outputs, second.outputs)
-    graphs = zip(columns, findings.output_graphs, second.output_graphs, strict=True)
-    return tuple(
-        replace(column, statistic=graph.statistic(other, whole_batch=loss.whole_batch))
-        for column, graph, other in graphs
-    )
 
 
 def _check_example(example: Example) -> None:

@@ -1,5 +1,7 @@
 """Finds the loss of a model for which none was given: the one that it computes itself, if it takes labels."""
 
+from dataclasses import replace
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -8,11 +10,13 @@ from meshwright.model.hf.model_from_config import use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.loss_inputs import loss_inputs
 from meshwright.model.loss.model_loss import OWN_LOSS_FIX, label_keys, read_model_loss
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, TrialFindings, make_fake
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.model_spec import BatchTensor
 
 
 def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
@@ -67,3 +71,19 @@ def _forward_error(error: Exception, samples: Example) -> PlanError:
     text = f"the forward of the model fails with labels ({given}): {type(error).__name__}: {error}"
     fix = f"correct the batch: the model must compute its own loss of it; or {OWN_LOSS_FIX}"
     return PlanError(text, fix=fix, location="loss")
+
+
+def find_loss_inputs(
+    loss: Loss, example: Example, findings: TrialFindings, second: TrialFindings | None
+) -> tuple[BatchTensor, ...]:
+    """Returns the outputs of a trial, with those that are computed over all samples; `second` has another
+    number of samples.
+    """
+    if second is None:
+        return loss_inputs(loss, example, findings.outputs)
+    columns = loss_inputs(loss, example, findings.outputs, second.outputs)
+    graphs = zip(columns, findings.output_graphs, second.output_graphs, strict=True)
+    return tuple(
+        replace(column, statistic=graph.statistic(other, whole_batch=loss.whole_batch))
+        for column, graph, other in graphs
+    )
