@@ -21,13 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.model.tensors.counter_rng import derive_key
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
+
+try:
+    from accelerate.data_loader import SeedableRandomSampler
+except ImportError as error:
+    text = "transformers' Trainer needs accelerate, which is not installed"
+    raise PlanError(text, fix='pip install "meshwright[trainer]"', location="accelerate") from error
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 Samples = Mapping[str, Any]  # a collated batch; empty: this rank has no samples of it
