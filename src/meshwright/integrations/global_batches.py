@@ -35,6 +35,8 @@ except ImportError as error:
     text = "transformers' Trainer needs accelerate, which is not installed"
     raise PlanError(text, fix='pip install "meshwright[trainer]"', location="accelerate") from error
 
+# what collators of packed samples give flash attention; it finds the same in position_ids
+FLASH_ATTENTION_KEYS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 Samples = Mapping[str, Any]  # a collated batch; empty: this rank has no samples of it
 
@@ -199,6 +201,11 @@ def first_batch(dataset: Any, collate: Collator, batch_size: int, seed: int) -> 
         else:
             samples = [dataset[index] for index in range(min(batch_size, len(dataset)))]
         return collate(samples)
+
+
+def collate_rows(samples: list[Any], collate: Collator) -> Samples:
+    """Returns what `collate` makes of `samples`, without sizes of flash attention, which belong to no row."""
+    return {key: value for key, value in collate(samples).items() if key not in FLASH_ATTENTION_KEYS}
 
 
 @contextmanager
