@@ -93,9 +93,8 @@ def make_model(name: str) -> PreTrainedModel:
             )
         )
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(
-        BertConfig(**SMALL, intermediate_size=48, num_labels=3, **no_dropout)
-    )
+    options: dict[str, Any] = {**SMALL, **no_dropout, "intermediate_size": 48, "num_labels": 3}
+    return BertForSequenceClassification(BertConfig(**options))
 
 
 def make_samples(name: str) -> list[dict[str, Any]]:
@@ -136,7 +135,11 @@ def run(case: Case) -> Trained:
             dataloader_pin_memory=False,
             log_level="error",
         )
-        options = {"train_dataset": samples, "eval_dataset": samples[:7], "compute_metrics": _accuracy}
+        options: dict[str, Any] = {
+            "train_dataset": samples,
+            "eval_dataset": samples[:7],
+            "compute_metrics": _accuracy,
+        }
         if case.is_reference:
             trainer = transformers.Trainer(model, args, **options)
         else:
@@ -203,11 +206,11 @@ def measured() -> Iterator[tuple[str, float, float]]:
 
 def main() -> None:
     """Runs all cases and writes the result."""
-    cases = []
+    cases, values = [], []
     for name, error, limit in measured():
         print(f"{name}: {error:.2e} of {limit:g}", flush=True)
         cases.append({"case": name, "error": error, "limit": limit})
-    values = [case["error"] / case["limit"] for case in cases]
+        values.append(error / limit)
     result = Result.of_count(NAME, CLAIM, values, limit=1.0, bar=len(values), detail={"cases": cases})
     print(result.write(NAME))
 

@@ -348,6 +348,8 @@ class PackingCollator:
         return {
             "input_ids": joined("input_ids"),
             "labels": torch.tensor([list(itertools.chain.from_iterable(labels))]),
+            "cu_seq_lens_q": torch.tensor([0, *itertools.accumulate(map(len, positions))]),
+            "max_length_q": max(map(len, positions)),
             "position_ids": torch.tensor([list(itertools.chain.from_iterable(positions))]),
         }
 

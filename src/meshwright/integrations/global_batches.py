@@ -21,14 +21,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from meshwright.model.tensors.counter_rng import derive_key
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 
+try:
+    from accelerate.data_loader import SeedableRandomSampler
+except ImportError as error:
+    text = "transformers' Trainer needs accelerate, which is not installed"
+    raise PlanError(text, fix='pip install "meshwright[trainer]"', location="accelerate") from error
+
+# what collators of packed samples give flash attention; it finds the same in position_ids
+FLASH_ATTENTION_KEYS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 Samples = Mapping[str, Any]  # a collated batch; empty: this rank has no samples of it
 
@@ -193,6 +201,11 @@ def first_batch(dataset: Any, collate: Collator, batch_size: int, seed: int) -> 
         else:
             samples = [dataset[index] for index in range(min(batch_size, len(dataset)))]
         return collate(samples)
+
+
+def collate_rows(samples: list[Any], collate: Collator) -> Samples:
+    """Returns what `collate` makes of `samples`, without sizes of flash attention, which belong to no row."""
+    return {key: value for key, value in collate(samples).items() if key not in FLASH_ATTENTION_KEYS}
 
 
 @contextmanager

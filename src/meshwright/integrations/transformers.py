@@ -41,6 +41,7 @@ from meshwright.integrations.global_batches import (
     DataRank,
     LocalStream,
     Samples,
+    collate_rows,
     first_batch,
     make_loader,
 )
@@ -266,8 +267,10 @@ class MeshwrightTrainer(TransformersTrainer):
     def _columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Samples]]:
         """Returns `dataset` and the collator, without columns that the model does not take."""
         if type(dataset).__module__.startswith("datasets.arrow_dataset"):
-            return self._remove_unused_columns(dataset, description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description)
+            dataset, collate = self._remove_unused_columns(dataset, description), self.data_collator
+        else:
+            collate = self._get_collator_with_removed_columns(self.data_collator, description)
+        return dataset, partial(collate_rows, collate=collate)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

@@ -121,3 +121,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_commands_that_say_so_run(block: Block, words: list[str], folder: Path):
     done = CliRunner().invoke(app, [word.replace("$source", str(folder / "text")) for word in words])
     assert done.exit_code == 0, f"{block}\n{done.output}"
+
+
+def test_accelerates_loop_is_ported_in_no_more_lines():
+    loops = [block.text for block in blocks("python") if block.page.name == "migration.md"]
+    theirs, _, ours = loops[:3]
+    assert "accelerator.prepare" in theirs
+    assert "mw.parallelize" in ours
+    assert len(ours.strip().splitlines()) <= len(theirs.strip().splitlines())
