@@ -12,7 +12,6 @@
     optimizer_step         CLIP and STEP: gradient norm, clipping, optimizer step
     step_grad_scale        gradients clipped or divided while the optimizer reads them
     sharded_state_dict     what a rank saves and loads: parameters, buffers, optimizer states
-    model_state_memory     bytes that a rank holds, by category
 
 `plan/optimizer_per_param.py` says which optimizer steps which weight. SGD and AdamW are torch's own fused
 implementations.

@@ -4,5 +4,6 @@ executor                runs the action list; what strategies may call
 action_handlers         handlers by action kind
 gradient_noise          gradient noise scale
 spike_diagnosis         replays a harmful step to find the rank, block and parameter that caused it
+model_state_memory      bytes that a rank holds, by category
 broadcast_stage_params  full values of parameters and buffers on all pipeline ranks
 """

@@ -28,7 +28,6 @@ from meshwright.engine.optim.make_optimizers import (
     make_optimizers,
     param_group_numbers,
 )
-from meshwright.engine.optim.model_state_memory import memory_by_category
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import (
     SavedTensor,
@@ -55,6 +54,7 @@ from meshwright.engine.runtime.step_profiler import (
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
+from meshwright.engine.step.model_state_memory import memory_by_category
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
