@@ -300,7 +300,7 @@ class Executor:
             return {name: gradient / self._update.loss_scale_value for name, gradient in full_values}
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns the bytes that this rank holds for the model, by category (optim/model_state_memory.py)."""
+        """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""
         return memory_by_category(self.state, self.flat_params, self.optimizers, self._update)
 
     def close(self) -> None:
