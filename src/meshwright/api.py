@@ -263,7 +263,8 @@ def verify(
     reference = run_reference(case, len(batches))
     reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     verdict = make_verdict(case, reports, "threads", {"torch": torch.__version__})
-    return with_model_loss(replace(verdict, plan=plan.hash), analyzed, loss, prepared[0])
+    verdict = replace(verdict, plan=plan.hash)
+    return with_model_loss(verdict, analyzed, loss, prepared[0]) if prepared else verdict
 
 
 def trace(

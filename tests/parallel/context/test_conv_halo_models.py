@@ -216,6 +216,10 @@ def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
+def test_the_cache_of_a_built_model_is_turned_off_for_training() -> None:
+    equal(made(lambda: lfm2(use_cache=True)), Mesh(cp=3), RingAttention(), REPLICAS)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -245,9 +249,23 @@ class Scan(nn.Module):
         return x + self.linear(x).cumsum(1)
 
 
+class Caches(nn.Module):
+    """Keeps the last tokens for a later call, as a cache of convolutions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros(len(x), 2, WIDTH, dtype=x.dtype)
+        kept.copy_(x[:, -2:])
+        return x + self.linear(x)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
+        (Caches, "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False"),
         (Recurrent, "layers.*.rnn carries a state from token to token (gru)"),
         (Shifts, "layers.*.shift pads tokens"),
         (Scan, "layers.2 takes cumsum over tokens"),

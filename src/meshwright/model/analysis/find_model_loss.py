@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.sharding_trials import Example, make_trial_module, repeat_samples
@@ -27,11 +28,12 @@ def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
     samples.
     """
     deferred_init = loaded_model.deferred_init
-    if not label_keys(deferred_init.instantiate(), example):
+    module = make_trial_module(deferred_init)
+    if not label_keys(module, example):
         return None
     samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
     try:
-        return _on_fake_tensors(deferred_init, samples)
+        return _on_fake_tensors(module, samples)
     except PlanError:
         raise
     except Exception as error:
@@ -45,9 +47,8 @@ def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
         raise _forward_error(error, samples) from error
 
 
-def _on_fake_tensors(deferred_init: DeferredInit, samples: Example) -> Loss | None:
+def _on_fake_tensors(module: nn.Module, samples: Example) -> Loss | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = make_trial_module(deferred_init)
     make_fake(module, mode)
     try:
         with mode:

@@ -59,17 +59,19 @@ def check_is_sum(loss: Loss, batch: Batch, outputs: Any) -> None:
     `outputs` have the shapes of the model's outputs for `batch`. A loss that cannot be computed of random
     outputs is not checked.
     """
-    num_samples = len(next(iter(batch.values())))
-    numel = sum(_shorten(tensor, _num_tokens(batch)).numel() for tensor in tree_tensors(outputs))
-    if loss.whole_batch or num_samples < 2 or numel > MAX_CHECKED_NUMEL:
+    num_samples, length = len(next(iter(batch.values()))), _num_tokens(batch)
+    tensors = tree_tensors(outputs)
+    # an output without rows of samples may be a sum over them
+    has_rows = all(_num_rows(each, num_samples, length) for each in tensors if each.is_floating_point())
+    numel = sum(_shorten(tensor, length).numel() for tensor in tensors)
+    if loss.whole_batch or num_samples < 2 or numel > MAX_CHECKED_NUMEL or not has_rows:
         return
     with unset_fake_temporarily(), torch.no_grad():
         try:
             whole, parts = _totals(loss, batch, outputs, num_samples)
         except Exception:
             return  # it needs other values than random ones: verify compares the numbers
-    is_sum = abs(whole - sum(parts)) <= SUM_TOLERANCE * max(abs(whole), abs(sum(parts)))
-    if is_sum or not _are_per_sample(outputs, num_samples, _num_tokens(batch)):
+    if abs(whole - sum(parts)) <= SUM_TOLERANCE * max(abs(whole), abs(sum(parts))):
         return
     kind = "it is a mean" if abs(whole) < 0.9 * abs(sum(parts)) else "samples depend on each other"
     text = (
@@ -97,11 +99,8 @@ def _totals(loss: Loss, batch: Batch, outputs: Any, num_samples: int) -> tuple[f
 
     def rows(value: Any, first: int, end: int) -> Any:
         def cut(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-                return leaf
-            # rows of samples, or of all tokens of samples, as router logits are
-            rows, rest = divmod(leaf.shape[0], num_samples)
-            return leaf[first * rows : end * rows] if not rest and rows in (1, length) else leaf
+            num = _num_rows(leaf, num_samples, length) if isinstance(leaf, torch.Tensor) else 0
+            return leaf[first * num : end * num] if num else leaf
 
         return map_leaves(value, cut)
 
@@ -115,11 +114,11 @@ def _totals(loss: Loss, batch: Batch, outputs: Any, num_samples: int) -> tuple[f
     return total, parts
 
 
-def _are_per_sample(outputs: Any, num_samples: int, length: int) -> bool:
-    """Returns whether all outputs have rows of samples or of their tokens; others may be sums over them."""
-    sizes = (num_samples, num_samples * length)
-    floats = [tensor for tensor in tree_tensors(outputs) if tensor.is_floating_point()]
-    return all(tensor.ndim > 0 and tensor.shape[0] in sizes for tensor in floats)
+def _num_rows(tensor: torch.Tensor, num_samples: int, length: int) -> int:
+    """Returns the rows of each sample: 1, or `length` where tokens have rows, as router logits do; else 0."""
+    if not tensor.ndim or tensor.shape[0] not in (num_samples, num_samples * length):
+        return 0
+    return tensor.shape[0] // num_samples
 
 
 def _num_tokens(batch: Batch) -> int:

@@ -109,10 +109,9 @@ class _Reading:
         probes: Mapping[str, torch.Tensor],
         loss: torch.Tensor,
     ) -> None:
-        self._recorder, self._outputs, self._probes = recorder, outputs, probes
-        self._loss = loss
-        returned = {recorder.root(tensor) for tensor in outputs.values()}
-        self._terms = recorder.terms(loss, returned | {id(call.result) for call in recorder.calls})
+        self._recorder, self._outputs, self._probes, self._loss = recorder, outputs, probes, loss
+        self._names = {recorder.root(tensor): name for name, tensor in outputs.items()}
+        self._terms = recorder.terms(loss, {*self._names, *(id(call.result) for call in recorder.calls)})
         self._calls = [call for call in recorder.calls if id(call.result) in self._terms]
 
     def state(self) -> Loss:
@@ -164,10 +163,9 @@ class _Reading:
 
     def _auxiliary(self, others: Mapping[int, float]) -> dict[str, float]:
         """Returns the factor of each further scalar that the model returns, by its name among the outputs."""
-        names = {self._recorder.root(tensor): name for name, tensor in self._outputs.items()}
-        if unknown := [key for key in others if key not in names]:
+        if unknown := [key for key in others if key not in self._names]:
             raise self._refused(f"adds {len(unknown)} terms that it does not return")
-        return {names[key]: factor for key, factor in others.items()}
+        return {self._names[key]: factor for key, factor in others.items()}
 
     def _is_of_logits(self, call: LossCall) -> bool:
         """Returns whether `call` takes what `get_logits` finds among the outputs without a loss."""
@@ -176,8 +174,7 @@ class _Reading:
 
     def _output_of(self, tensor: torch.Tensor) -> str | None:
         """Returns the name of the output of which `tensor` is a copy or a view; None if it is of none."""
-        roots = {self._recorder.root(output): name for name, output in self._outputs.items()}
-        return roots.get(self._recorder.root(tensor))
+        return self._names.get(self._recorder.root(tensor))
 
     def _refused(self, reason: str) -> PlanError:
         functions = ", ".join(dict.fromkeys(self._recorder.functions)) or "by no function that is known"

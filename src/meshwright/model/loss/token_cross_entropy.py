@@ -87,7 +87,7 @@ def _prepare_labels(batch: Batch, shift: bool, ignore_index: int) -> Batch:
     if not shift:
         _refuse_copied_labels({**prepared, LABELS_KEY: labels})
     elif already is None:
-        _refuse_aligned_labels(batch)
+        _refuse_aligned_labels({**prepared, LABELS_KEY: labels})
         labels = _shift_left(labels, IGNORE_INDEX)
         if LOSS_WEIGHTS_KEY in prepared:
             prepared[LOSS_WEIGHTS_KEY] = _shift_left(prepared[LOSS_WEIGHTS_KEY], 0)
@@ -100,10 +100,19 @@ def _shift_left(values: torch.Tensor, last: float) -> torch.Tensor:
     return shifted
 
 
+def _comparable_tokens(batch: Batch) -> torch.Tensor | None:
+    """Returns the token ids (samples, tokens) that have a label each; None without, or on an accelerator,
+    where a comparison would wait for the device.
+    """
+    tokens, labels = batch.get("input_ids"), batch[LABELS_KEY]
+    is_comparable = labels.ndim == 2 and labels.device.type == "cpu"
+    return tokens if tokens is not None and is_comparable and tokens.shape == labels.shape else None
+
+
 def _refuse_aligned_labels(batch: Batch) -> None:
     """Raises PlanError for labels that are the next tokens already."""
-    tokens, labels = batch.get("input_ids"), batch[LABELS_KEY]
-    if tokens is None or tokens.shape != labels.shape or tokens.ndim != 2 or labels.device.type != "cpu":
+    tokens, labels = _comparable_tokens(batch), batch[LABELS_KEY]
+    if tokens is None:
         return
     counts = labels[:, :-1] != IGNORE_INDEX
     is_next = (labels[:, :-1] == tokens[:, 1:]) | ~counts
@@ -121,9 +130,8 @@ def _refuse_copied_labels(batch: Batch) -> None:
 
     A decoder with inputs of its own may copy; of labels for masked tokens, most do not count.
     """
-    tokens, labels = batch.get("input_ids"), batch[LABELS_KEY]
-    is_plain = tokens is not None and tokens.shape == labels.shape and tokens.ndim == 2
-    if tokens is None or not is_plain or "decoder_input_ids" in batch or labels.device.type != "cpu":
+    tokens, labels = _comparable_tokens(batch), batch[LABELS_KEY]
+    if tokens is None or "decoder_input_ids" in batch:
         return
     counts = labels != IGNORE_INDEX
     is_constant = (tokens == tokens[:, :1]).all()

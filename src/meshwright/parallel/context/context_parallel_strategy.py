@@ -216,16 +216,7 @@ def add_attention_comm(
                 for at, each in needed
                 for move in call_transfers(each, num_samples, forward=False)
             ]
-        return (
-            replace(
-                action,
-                inner_transfers=tuple(
-                    sorted((*action.inner_transfers, *more), key=lambda each: each.position)
-                ),
-            )
-            if more
-            else action
-        )
+        return action.with_inner_transfers(more)
 
     def edited(actions: list[Action]) -> list[Action]:
         num_samples = samples_per_microbatch(actions, sharding, job)

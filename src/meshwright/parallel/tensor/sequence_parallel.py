@@ -28,7 +28,7 @@ arXiv 2205.05198 (section 4.2.2).
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -200,16 +200,7 @@ class SequenceParallel(Strategy):
         def add_transfers(action: Action) -> Action:
             back = action.kind in INPUT_GRAD_KINDS
             more = met.get((action.subject, back), []) if back or action.kind in FORWARD_KINDS else []
-            return (
-                replace(
-                    action,
-                    inner_transfers=tuple(
-                        sorted((*action.inner_transfers, *more), key=lambda each: each.position)
-                    ),
-                )
-                if more
-                else action
-            )
+            return action.with_inner_transfers(more)
 
         return [add_transfers(action) for action in actions]
 

@@ -101,6 +101,13 @@ class Action:
         """All transfers: its own, and those inside."""
         return self.inner_transfers if self.transfer is None else (self.transfer, *self.inner_transfers)
 
+    def with_inner_transfers(self, more: Sequence[Transfer]) -> "Action":
+        """Returns the action with `more` transfers inside, in the order of their positions."""
+        if not more:
+            return self
+        inner = sorted((*self.inner_transfers, *more), key=lambda each: each.position)
+        return replace(self, inner_transfers=tuple(inner))
+
     @cached_property
     def name(self) -> str:
         """The name that others wait for, unique within a role's list."""

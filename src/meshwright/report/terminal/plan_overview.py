@@ -136,11 +136,12 @@ class PlanOverview:
         found = [
             *([(TOO_LARGE, "bold red")] if too_large else []),
             *((note, "yellow") for note in (*self.plan.model_spec.notes, *idle_warnings(self.plan))),
-            *((warning, "yellow") for warning in data_warnings(self.data)),
             *((note, "green") for note in self.notes),
             *((note, "") for note in (self.prediction.notes if self.prediction else ())),
         ]
-        yield from [""] if found else []
+        warnings = data_warnings(self.data)
+        yield from [""] if found or warnings else []
+        yield from (Text(f"warning: {warning}", style="yellow") for warning in warnings)
         yield from (Text(f"note: {note}", style=style) for note, style in found)
 
     def _memory_bars(self) -> Iterator[RenderableType]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 from torch import nn
@@ -139,7 +139,7 @@ class Trainer:
         """Returns `batch` as the model and the loss read it."""
         if batch is None:
             return None
-        if isinstance(batch, list) and not all(isinstance(each, torch.Tensor) for each in batch):
+        if _is_microbatches(batch):
             return [self._prepare_one(each) for each in batch]
         return self._prepare_one(batch)
 
@@ -273,11 +273,14 @@ def _iterate_batches(data: object, size: int) -> Iterator[object]:
     yield from data
 
 
+def _is_microbatches(batch: object) -> TypeGuard[list[object]]:
+    """Returns whether `batch` is a list of microbatches; a list of tensors is one batch without names."""
+    return isinstance(batch, list) and not all(isinstance(each, torch.Tensor) for each in batch)
+
+
 def _is_local(batch: object) -> bool:
     """Returns whether `batch` has the samples of this rank only, as a list of microbatches does."""
-    if isinstance(batch, list):
-        return not all(isinstance(each, torch.Tensor) for each in batch)
-    return batch is None or isinstance(batch, LocalSamples)
+    return batch is None or isinstance(batch, LocalSamples) or _is_microbatches(batch)
 
 
 def select_local_batch(batch: Batch, plan: Plan, rank: int) -> LocalSamples:
