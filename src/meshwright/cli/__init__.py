@@ -1,5 +1,6 @@
 """The command line: parses arguments, calls `meshwright.commands`, and prints what comes back.
 
+    meshwright init    MODEL --data PATH          (and config, import-config)
     meshwright plan    CONFIG.toml [--out PLAN.toml] [--train.steps 100]
     meshwright inspect CONFIG.toml
     meshwright search  MODEL --devices 64 --hardware h100 --batch 1024 [--set tp=8]

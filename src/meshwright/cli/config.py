@@ -22,19 +22,19 @@ def init(
     """Write a commented config for a model and data that `plan` accepts, and show its plan."""
     with exit_on_error():
         ready = import_command("config_help.starter_config").write_starter_config(model, data, out, devices)
-        console.print(import_command("plan").resolved_view(ready, None, all_actions=False))
+        console.print(import_command("plan").resolved_view(ready, None, actions=False))
         console.print(f"config written to {out}", soft_wrap=True)
 
 
 def config(
-    word: Annotated[
+    key: Annotated[
         str,
         typer.Argument(metavar="[KEY]", help="A table, a key, or a part of one: optimizer, train.batch, lr."),
     ] = "",
 ) -> None:
     """List the keys of a config with type, default and meaning: all, or those that KEY names."""
     with exit_on_error():
-        console.print(import_command("config_help.key_reference").key_table(word))
+        console.print(import_command("config_help.key_reference").key_table(key))
 
 
 def import_config(

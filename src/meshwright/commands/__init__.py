@@ -9,6 +9,8 @@ inspect_model          inspect: describes the model of a config
 predict                predicts the step time of a plan on named hardware
 report                 report: writes the HTML report of a run
 search                 search: chooses a plan for a model and a machine
+config_help            init, config: writes a commented config, explains keys
+import_config          import-config: reads configs of other libraries
 train                  train: starts the local ranks, or trains as one
 python_train_loop      meshwright.train: the training loop for a Trainer
 verify                 verify: compares a plan with one device

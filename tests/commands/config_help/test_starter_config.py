@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.commands.config_help.starter_config import TABLES, config_text, write_starter_config
 from meshwright.plan.job.errors import PlanError
-from tests.command_line import LLAMA, TEXT
+from tests.command_line import LLAMA, TEXT, invoke
 
 
 @pytest.fixture
@@ -29,6 +29,21 @@ def test_plan_accepts_the_config_and_samples_are_split_over_the_devices(
 ):
     _, ready = write_starter_config(model, corpus, tmp_path / "config.toml", devices)
     assert (ready.plan.job.train.batch, str(ready.plan.mesh)) == (batch, mesh)
+
+
+def test_the_command_writes_the_config_and_shows_its_plan(
+    tmp_path: Path, model: str, corpus: str, capsys: pytest.CaptureFixture[str]
+):
+    code, out, err = invoke(capsys, "init", model, "--data", corpus, "--out", tmp_path / "new.toml")
+    assert (code, err) == (0, "")
+    assert "mesh        1 rank: one device" in out
+    assert out.rstrip().endswith(f"config written to {tmp_path / 'new.toml'}")
+    assert "--data" in invoke(capsys, "init", model)[2]
+
+
+def test_a_path_with_quotes_is_written_as_toml_escapes_it(tmp_path: Path):
+    text = config_text({"model.source": 'a "b" \\ c', "data.source": "d"}, "c.toml")
+    assert tomllib.loads(text)["model"] == {"source": 'a "b" \\ c'}
 
 
 def test_a_sample_is_no_longer_than_the_positions_of_the_model(tmp_path: Path, model: str, corpus: str):

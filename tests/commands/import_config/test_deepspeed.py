@@ -101,6 +101,12 @@ def test_weight_decay_applies_to_norms_and_biases_as_in_one_parameter_group(tmp_
             "scheduler.params.warmup_type",
             "refused: the warm-up is logarithmic",
         ),
+        ({"pipeline": {"stages": 4}}, "pipeline.stages", "refused: the stages of a pipeline are those of"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e8}},
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "dropped: weights are gathered one block ahead",
+        ),
         ({"amp": {"enabled": False}}, "amp", "dropped: this value turns nothing on"),
         ({"amp": {"enabled": True}}, "amp", "refused: apex amp is not there"),
         (

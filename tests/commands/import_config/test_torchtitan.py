@@ -73,6 +73,11 @@ BY_OPERATION = '[activation_checkpoint]\nmode = "selective"\nselective_ac_option
         (PIPELINE, "parallelism.pipeline_parallel_schedule", "refused: the schedule Nope is not there"),
         (BY_OPERATION, "activation_checkpoint.selective_ac_option", "refused: selective checkpointing by"),
         (
+            '[parallelism]\npipeline_parallel_split_points = ["layers.2"]',
+            "parallelism.pipeline_parallel_split_points",
+            "refused: names of torchtitan's own modules",
+        ),
+        (
             "[parallelism]\nexpert_parallel_degree = 2",
             "parallelism.expert_parallel_degree",
             "refused: experts",

@@ -7,6 +7,7 @@ of a key is the sentence of the dataclass's docstring that names it in backticks
 
 import dataclasses
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def toml_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML has the escapes of JSON
     if isinstance(value, (tuple, list)):
         return f"[{', '.join(map(toml_text, value))}]"
     if isinstance(value, Mapping):

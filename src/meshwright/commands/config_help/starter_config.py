@@ -11,15 +11,15 @@ from typing import Any
 
 from meshwright.commands.config_help.key_reference import TOP_LEVEL, config_tables, toml_text
 from meshwright.commands.plan import ResolvedRequest, resolve_config
-from meshwright.model.hf.hub import is_hub_id
 from meshwright.model.hf.model_from_config import text_limits
+from meshwright.model.hf.tokenizer_files import own_tokenizer
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.plan.job.model_config import ModelConfig
+from meshwright.run.config.config_and_plan_files import absolute_source
 
 MAX_SEQUENCE = 512
 WIDTH = 88
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 # Keys of the file in their order. Those without a value given to `config_text` show their default.
 TABLES: Mapping[str, tuple[str, ...]] = {
     "model": ("source", "weights"),
@@ -65,23 +65,16 @@ def write_starter_config(model: str, data: str, out: Path, devices: int) -> Reso
 
 
 def _values(model: str, data: str, devices: int) -> dict[str, Any]:
-    source = _absolute(model)
+    source = absolute_source(model)
     loaded = load_model(ModelConfig(source), seed=0)
     positions = text_limits(loaded.deferred_init.instantiate()).max_positions
-    values: dict[str, Any] = {"model.source": source, "data.source": _absolute(data)}
+    values: dict[str, Any] = {"model.source": source, "data.source": absolute_source(data)}
     values["data.sequence"] = min(MAX_SEQUENCE, positions or MAX_SEQUENCE)
-    if is_hub_id(source) or any((Path(source) / name).is_file() for name in TOKENIZER_FILES):
-        values["data.tokenizer"] = source
+    if tokenizer := own_tokenizer(ModelConfig(source)):
+        values["data.tokenizer"] = tokenizer
     if devices > 1:
         values |= {"mesh.dp_replicate": devices, "train.batch": 8 * devices, "micro_batch": 8}
     return values
-
-
-def _absolute(source: str) -> str:
-    path, colon, factory = source.partition(":")
-    if Path(source).exists():
-        return str(Path(source).resolve())
-    return f"{Path(path).resolve()}{colon}{factory}" if colon and Path(path).is_file() else source
 
 
 def config_text(values: Mapping[str, Any], name: str) -> str:

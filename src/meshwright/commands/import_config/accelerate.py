@@ -6,8 +6,14 @@ holds the model, the data, the batch and the optimizer: they are listed as missi
 
 from dataclasses import replace
 
-from meshwright.commands.import_config.deepspeed import OFFLOAD
-from meshwright.commands.import_config.option_rules import Rule, Translation, dropped, mapped, refused
+from meshwright.commands.import_config.option_rules import (
+    OFFLOAD,
+    Rule,
+    Translation,
+    dropped,
+    mapped,
+    refused,
+)
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     write_autocast,
@@ -29,8 +35,6 @@ RULES: dict[str, Rule] = {
     f"{FSDP}fsdp_sharding_strategy": mapped("zero.stage", "zero.gather"),
     f"{FSDP}fsdp_reshard_after_forward": mapped("zero.stage", "zero.gather"),
     f"{FSDP}fsdp_activation_checkpointing": mapped("activation_checkpointing"),
-    f"{FSDP}fsdp_backward_prefetch": mapped("zero.prefetch", reason="weights are gathered one block ahead"),
-    f"{FSDP}fsdp_forward_prefetch": mapped("zero.prefetch", reason="weights are gathered one block ahead"),
     f"{DS}zero_stage": mapped("zero.stage"),
     f"{DS}gradient_accumulation_steps": mapped(reason="follows from train.batch and micro_batch"),
     f"{DS}gradient_clipping": mapped("train.clip"),
@@ -64,6 +68,10 @@ RULES: dict[str, Rule] = {
         *("tpu_use_cluster", "tpu_use_sudo", "ipex_config", "enable_numa_affinity", "max_restarts"),
         *(f"{DS}deepspeed_multinode_launcher", f"{DS}deepspeed_hostfile", f"{DS}deepspeed_exclusion_filter"),
         *(f"{DS}deepspeed_inclusion_filter", "num_cpu_threads_per_process", "quiet"),
+    ),
+    **dropped(
+        "weights are gathered one block ahead (zero.prefetch)",
+        *(f"{FSDP}fsdp_backward_prefetch", f"{FSDP}fsdp_forward_prefetch"),
     ),
     **dropped("torch.compile is not used: speed alone", "dynamo_config", "dynamo_backend"),
     **dropped(

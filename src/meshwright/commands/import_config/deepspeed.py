@@ -6,7 +6,15 @@ decay of norms and biases.
 
 from typing import Any
 
-from meshwright.commands.import_config.option_rules import Rule, Translation, dropped, mapped, refused
+from meshwright.commands.import_config.option_rules import (
+    LOGGING,
+    OFFLOAD,
+    Rule,
+    Translation,
+    dropped,
+    mapped,
+    refused,
+)
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     decay_all_parameters,
@@ -15,10 +23,8 @@ from meshwright.commands.import_config.parallel_layout import (
     write_layout,
 )
 
-OFFLOAD = "offload is not there", "shard more: a higher ZeRO stage, more ranks, activation_checkpointing"
 QUANTIZED = "quantized communication is not there", 'precision.reduce = "bfloat16" halves gradients'
 ZERO = "zero_optimization."
-LOGGING = "changes what is logged, not what is trained"
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
 CHECKPOINT_FORMAT = "the format of DeepSpeed's checkpoints; those here reshard between any two plans"
 DTYPES = {
@@ -60,10 +66,8 @@ RULES: dict[str, Rule] = {
     "torch_autocast.dtype": mapped("precision.compute"),
     f"{ZERO}stage": mapped("mesh.dp_shard", "mesh.dp_replicate", "zero.stage"),
     f"{ZERO}mics_shard_size": mapped("mesh.dp_shard", "zero.replicate_axis"),
-    f"{ZERO}stage3_prefetch_bucket_size": mapped("zero.prefetch", reason="counted in blocks, not elements"),
     "tensor_parallel.autotp_size": mapped("mesh.tp"),
     "sequence_parallel_size": mapped("mesh.cp", "ulysses"),
-    "pipeline.stages": mapped("mesh.pp"),
     "tensorboard.enabled": mapped("run.trackers"),
     "wandb.enabled": mapped("run.trackers"),
     "wandb.project": mapped("run.tracker_project"),
@@ -72,6 +76,11 @@ RULES: dict[str, Rule] = {
         *(f"{ZERO}stage3_{name}" for name in ("max_live_parameters", "max_reuse_distance")),
         *(f"{ZERO}stage3_{name}" for name in ("param_persistence_threshold", "model_persistence_threshold")),
     ),
+    **dropped(
+        "weights are gathered one block ahead: zero.prefetch counts blocks, not elements",
+        f"{ZERO}stage3_prefetch_bucket_size",
+    ),
+    **refused("the stages of a pipeline are those of the script", "set mesh.pp", "pipeline.stages"),
     **dropped("communication always overlaps with computation", f"{ZERO}overlap_comm"),
     **dropped("ZeRO sends each block when its backward ends", f"{ZERO}reduce_bucket_size"),
     **dropped(

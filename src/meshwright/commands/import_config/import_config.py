@@ -27,6 +27,7 @@ from meshwright.commands.import_config.option_rules import (
     flatten,
 )
 from meshwright.plan.job.errors import PlanError, refuse_write_errors, suggest_name
+from meshwright.run.config.config_and_plan_files import absolute_source
 
 FORMATS: Mapping[str, Rules] = {
     "deepspeed": deepspeed.RULES,
@@ -81,8 +82,7 @@ def import_config(path: Path, format_name: str, model: str, data: str, devices: 
     _set_sources(config, model, data)
     rows = _translate(config, kind, path, devices)
     made = _make_model(config, kind, model)
-    present = {key for key in config.missing if not _is_set(config.document, key)}
-    missing = tuple(key for key in dict.fromkeys(config.missing) if key in present)
+    missing = tuple(key for key in dict.fromkeys(config.missing) if not _is_set(config.document, key))
     return ImportedConfig(path, kind, config.document, made, (*rows, *config.outcome()), missing)
 
 
@@ -111,7 +111,7 @@ def _translate(config: Translation, kind: str, path: Path, devices: int) -> list
 def _set_sources(config: Translation, model: str, data: str) -> None:
     for key, source in (("model.source", model), ("data.source", data)):
         if source:
-            config.set(key, str(Path(source).resolve()) if Path(source).exists() else source)
+            config.set(key, absolute_source(source))
 
 
 def _make_model(config: Translation, kind: str, model: str) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
 """Rules of the Megatron-LM arguments that become no key: dropped with a reason, or refused with a repair."""
 
-from meshwright.commands.import_config.option_rules import Rule, dropped, refused
+from meshwright.commands.import_config.option_rules import LOGGING, Rule, dropped, refused
 
-LOGGING = "changes what is logged, not what is trained"
 KERNELS = "a kernel or a fusion: the same results but for rounding"
 OVERLAP = "how communication overlaps; here it always does, and results are the same"
 LAUNCHER = "a setting of the launcher: torchrun and `meshwright launch` start the ranks"
@@ -227,9 +226,13 @@ OTHER_RULES: dict[str, Rule] = {
     **refused("the loss scale is always dynamic", "leave it out", "loss-scale"),
     **refused("the loss is computed in float32", "leave it out", "fp16-lm-cross-entropy"),
     **refused(*LOW_PRECISION, "use-precision-aware-optimizer"),
-    **refused("muon splits, scales and iterates as in engine/optim", "leave it out", "muon-no-split-qkv"),
     **refused(
-        "muon splits, scales and iterates as in engine/optim",
+        "muon has one way to split, scale and iterate",
+        "leave it out",
+        "muon-no-split-qkv",
+    ),
+    **refused(
+        "muon has one way to split, scale and iterate",
         "accept it",
         *("muon-use-nesterov", "muon-scale-mode", "muon-fp32-matmul-prec", "muon-num-ns-steps"),
         *("muon-tp-mode", "muon-extra-scale-factor"),

@@ -17,6 +17,9 @@ from meshwright.plan.job.errors import suggest_name
 Verdict = Literal["mapped", "dropped", "refused", "unknown"]
 TODO_VERDICTS: tuple[Verdict, ...] = ("refused", "unknown")
 OFF = (None, False, 0, "", "none", "None", "no", "NO", {}, [])  # values with which an option does nothing
+# reasons that several formats give
+LOGGING = "changes what is logged, not what is trained"
+OFFLOAD = "offload is not there", "shard more: a higher ZeRO stage, more ranks, activation_checkpointing"
 
 
 @dataclass(frozen=True)

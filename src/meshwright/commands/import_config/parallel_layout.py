@@ -28,11 +28,6 @@ class ParallelLayout:
     virtual_stages: int = 0
     context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
-    @property
-    def num_model_ranks(self) -> int:
-        """The ranks of one data-parallel copy."""
-        return self.pp * self.cp * self.tp
-
 
 def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dict[str, Any] | None) -> None:
     """Writes [mesh] and [[strategies]]; `checkpointing`: fields of activation_checkpointing, or None."""

@@ -6,7 +6,14 @@ differ from those here: bfloat16, a linear decay after 200 warm-up steps, select
 
 from typing import Any
 
-from meshwright.commands.import_config.option_rules import Rule, Translation, dropped, mapped, refused
+from meshwright.commands.import_config.option_rules import (
+    LOGGING,
+    Rule,
+    Translation,
+    dropped,
+    mapped,
+    refused,
+)
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     decay_all_parameters,
@@ -15,7 +22,6 @@ from meshwright.commands.import_config.parallel_layout import (
     write_layout,
 )
 
-LOGGING = "changes what is logged, not what is trained"
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
@@ -23,7 +29,6 @@ SCHEDULES = {
     "zbvzerobubble": "zb_v",
     "dualpipev": "dualpipev",
 }
-TWO_STAGES = ("zb_v", "dualpipev")
 P, T, C, A = "parallelism.", "training.", "checkpoint.", "activation_checkpoint."
 FLOAT8 = "float8 products are not there", 'precision.compute = "bfloat16"'
 EXPERTS = "experts are not distributed", "leave it out; experts run on every rank that has their layer"
@@ -64,9 +69,6 @@ RULES: dict[str, Rule] = {
     f"{P}disable_loss_parallel": mapped("vocab_parallel"),
     f"{P}pipeline_parallel_degree": mapped("mesh.pp"),
     f"{P}pipeline_parallel_schedule": mapped("pipeline.schedule"),
-    f"{P}pipeline_parallel_split_points": mapped(
-        "pipeline.split_points", reason="names are those of the model"
-    ),
     f"{P}pipeline_parallel_microbatch_size": mapped("micro_batch"),
     f"{P}context_parallel_degree": mapped("mesh.cp"),
     f"{P}context_parallel_load_balancer": mapped("ring.load_balance"),
@@ -109,6 +111,11 @@ RULES: dict[str, Rule] = {
     ),
     **dropped(
         "torch.compile is not used: speed alone", "training.compile", "compile.enable", "compile.components"
+    ),
+    **refused(
+        "names of torchtitan's own modules",
+        "set pipeline.split_points to blocks of your model (`meshwright inspect`)",
+        f"{P}pipeline_parallel_split_points",
     ),
     **dropped("torch.compile is not used: speed alone", "compile.backend", f"{P}enable_compiled_autograd"),
     **dropped("a setting of the Python process; results are the same", f"{T}gc_freq", f"{T}gc_debug"),

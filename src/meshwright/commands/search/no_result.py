@@ -37,7 +37,7 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
             else diagnostic.fix
         )
         return PlanError(
-            text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="plan"
+            text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="search"
         )
     config, kept = result.nearest_miss
     text = (
@@ -47,7 +47,7 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
     nearest_axes = ", ".join(axis_texts(config)) or "one device"
     fix = f"{_repair(request)}; the nearest configuration is {nearest_axes}"
     return PlanError(
-        f"{text} has {to_gib(request.usable_memory):.0f} GiB available", fix=fix, location="plan"
+        f"{text} has {to_gib(request.usable_memory):.0f} GiB available", fix=fix, location="search"
     )
 
 

@@ -10,12 +10,11 @@ refused here, because a layer does not divide, or the peak does not fit; the rea
 What was chosen is part of the plan that `--out` writes.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from meshwright.commands.config_help.key_reference import toml_text
 from meshwright.commands.plan import ResolvedRequest, resolve_config
 from meshwright.commands.predict import predict_plan
 from meshwright.commands.search.best_plan_to_config import mesh_sizes, strategy_tables
@@ -25,12 +24,11 @@ from meshwright.commands.search.no_result import no_result_error
 from meshwright.commands.search.resolve_model_sizes import config_size, model_shape
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, compare_data_parallel
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, search
 from meshwright.report.search.search_result import config_text, data_parallel_reason, to_gib
-from meshwright.report.terminal.memory_and_sent_bytes import first_ranks
+from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 
@@ -163,7 +161,7 @@ def _first_allowed(
             notes.append(f"not chosen: {choice.text}, because {error.diagnostics[0].problem}")
             continue
         plan = resolved[1].plan
-        peak = max(peak_nbytes(plan, rank) for rank in (*first_ranks(plan), plan.mesh.world_size - 1))
+        peak = fullest_rank(plan)[1]
         if peak <= usable_memory:
             prediction = predict_plan(plan, devices.hardware, devices.cluster)
             return _Allowed(choice, resolved, 0.0 if prediction is None else prediction.step_s)
@@ -178,10 +176,5 @@ def _overrides(candidate: Candidate) -> tuple[str, ...]:
     words = [
         word for axis, size in mesh_sizes(candidate.config).items() for word in (f"--mesh.{axis}", str(size))
     ]
-    tables = ", ".join(map(_inline_table, strategy_tables(candidate)))
-    return *words, "--strategies", f"[{tables}]", "--micro_batch", f"{candidate.config.micro_batch:g}"
-
-
-def _inline_table(table: Mapping[str, Any]) -> str:
-    """Returns a table of TOML in one line; names, numbers and texts are written as in JSON."""
-    return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
+    tables = toml_text([*strategy_tables(candidate)])
+    return *words, "--strategies", tables, "--micro_batch", f"{candidate.config.micro_batch:g}"

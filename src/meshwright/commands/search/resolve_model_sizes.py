@@ -209,7 +209,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
         config_values += " tied" if text.to_dict().get("tie_word_embeddings") else ""
         yield Diagnostic(
             problem,
-            f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {config_values}"',
+            f'search for the one that reads text alone, by its sizes: "{Path(source).stem}: {config_values}"',
             "MODEL",
         )
     elif lacking == [HF_CONFIG_KEYS["sequence"]]:

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
 from meshwright.report.search.search_result import SearchAlternatives, result_row, search_dict
 from meshwright.report.search.search_result import search_view as result_view
+from meshwright.run.config.config_and_plan_files import absolute_source
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class SearchOutcome:
     comparison: SearchAlternatives
     max_fit: MaxFit | None = None
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def block_names(self) -> list[str]:
+        """The equal layers of the model by name, where the best plan assigns them to kinds of devices."""
+        return _block_names(self)
 
 
 def run_search(options: SearchOptions) -> SearchOutcome:
@@ -206,7 +212,7 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
     shown = result_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     notes = [Text(line) for line in outcome.notes]
     notes += [
-        Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
+        Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], outcome.block_names)
     ]
     return Group(*([max_fit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
 
@@ -227,7 +233,7 @@ def write_config(outcome: SearchOutcome, path: Path) -> None:
     Raises PlanError when a file cannot be written.
     """
     options, best = outcome.options, outcome.result.best[0]
-    source = _absolute_source(options.model)
+    source = absolute_source(options.model)
     if is_shape_text(options.model):
         file = path.with_name(f"{path.stem}-model.json")
         text = json.dumps(sizes_to_model_config(outcome.request.shape), indent=1) + "\n"
@@ -239,7 +245,7 @@ def write_config(outcome: SearchOutcome, path: Path) -> None:
         f"Chosen by `{search_command(options)}`",
         f"{shown['name']}: {shown['step_s']:.3g} s a step, {shown['tokens_per_s']:,.0f} tokens/s, "
         f"{shown['peak_bytes'] / 2**30:.1f} GiB on the fullest device (estimates)",
-        *unwritten_notes(best, _blocks(outcome)),
+        *unwritten_notes(best, outcome.block_names),
         f"Next: {next_command(path)}",
     ]
     _write(path, commented_config(tables, head), "--out")
@@ -275,7 +281,7 @@ def _run_table(options: SearchOptions, path: Path) -> dict[str, Any]:
     known = "," not in options.hardware
     hardware = options.hardware.partition(":")[0] if known else ""
     files = {"hardware": hardware, "cluster": options.cluster}
-    values = {key: _absolute_source(value) for key, value in files.items() if value}
+    values = {key: absolute_source(value) for key, value in files.items() if value}
     return {"folder": f"runs/{path.stem}", "save_every": RunConfig().save_every, **values}
 
 
@@ -294,12 +300,7 @@ def winner_config(outcome: SearchOutcome, source: str) -> dict[str, Any]:
     best, request = outcome.result.best[0], outcome.request
     tokens = request.batch * request.shape.sequence
     steps = ceil(outcome.options.budget.num_tokens / tokens) or TrainConfig().steps
-    return config_tables(source, request.batch, request.shape.sequence, steps, best, _blocks(outcome))
-
-
-def _absolute_source(source: str) -> str:
-    path, colon, name = source.partition(":")
-    return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
+    return config_tables(source, request.batch, request.shape.sequence, steps, best, outcome.block_names)
 
 
 def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
@@ -364,7 +365,7 @@ def _find_alternatives(
     return SearchAlternatives(tuple(kinds), roomy, turned, each)
 
 
-def _blocks(result: SearchOutcome) -> list[str]:
+def _block_names(result: SearchOutcome) -> list[str]:
     if not result.result.best[0].layer_assignment or is_shape_text(result.options.model):
         return []
     model = load_model(ModelConfig(result.options.model), seed=0).deferred_init.instantiate()

@@ -77,6 +77,16 @@ def first_ranks(plan: Plan) -> list[int]:
     return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
 
 
+def fullest_rank(plan: Plan) -> tuple[int, int]:
+    """Returns the rank with the largest peak of memory, and this peak, among the first ranks of the roles and
+    the last rank of all.
+    """
+    ranks = dict.fromkeys([*first_ranks(plan), plan.mesh.world_size - 1])
+    peaks = {rank: peak_nbytes(plan, rank) for rank in ranks}
+    rank = max(peaks, key=peaks.__getitem__)
+    return rank, peaks[rank]
+
+
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
     """Returns the first rank of the role that sends most in a step, and its actions."""
     totals = list(sent_nbytes_by_role(plan).values())

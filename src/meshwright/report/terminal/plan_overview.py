@@ -13,7 +13,7 @@ What does not fit is shortened in this order: the timeline, explanations, notes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
+from functools import cached_property
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
@@ -26,11 +26,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.planner.program_cost.rank_memory import peak_nbytes, peak_nbytes_by_category
+from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
-from meshwright.report.terminal.memory_and_sent_bytes import busiest_rank, first_ranks
+from meshwright.report.terminal.memory_and_sent_bytes import busiest_rank, fullest_rank
 from meshwright.report.terminal.prediction import (
     CATEGORY_TEXTS,
     category_seconds,
@@ -115,8 +115,16 @@ class PlanOverview:
             yield Segment.line()
         yield Text(MORE, style="dim")
 
+    @cached_property
+    def _summary(self) -> dict[str, str]:
+        return plan_summary(self.plan)
+
+    @cached_property
+    def _fullest(self) -> tuple[int, int]:
+        return fullest_rank(self.plan)
+
     def _head_texts(self) -> dict[str, str]:
-        plan, summary = self.plan, plan_summary(self.plan)
+        plan, summary = self.plan, self._summary
         return {
             "model": summary["model"],
             "mesh": mesh_text(plan.mesh),
@@ -128,11 +136,10 @@ class PlanOverview:
         }
 
     def _explanations(self) -> dict[str, str]:
-        summary = plan_summary(self.plan)
-        return {name: text for name, text in summary.items() if name not in SHOWN_ABOVE}
+        return {name: text for name, text in self._summary.items() if name not in SHOWN_ABOVE}
 
     def _notes(self) -> Iterator[RenderableType]:
-        too_large = self.device is not None and self._fullest()[1] > self.device.memory
+        too_large = self.device is not None and self._fullest[1] > self.device.memory
         found = [
             *([(TOO_LARGE, "bold red")] if too_large else []),
             *((note, "yellow") for note in (*self.plan.model_spec.notes, *idle_warnings(self.plan))),
@@ -145,7 +152,7 @@ class PlanOverview:
         yield from (Text(f"note: {note}", style=style) for note, style in found)
 
     def _memory_bars(self) -> Iterator[RenderableType]:
-        rank, total = self._fullest()
+        rank, total = self._fullest
         categories = peak_nbytes_by_category(self.plan, rank)
         where = f"of rank {rank}, the fullest" if self.plan.mesh.world_size > 1 else "of the device"
         head = Text(f"\nmemory {where}: {format_nbytes(total)} at the peak", style="bold")
@@ -164,13 +171,6 @@ class PlanOverview:
                 if (share := nbytes / total)
             ],
         )
-
-    def _fullest(self) -> tuple[int, int]:
-        """The rank with the largest peak of memory, and this peak."""
-        ranks = dict.fromkeys([*first_ranks(self.plan), self.plan.mesh.world_size - 1])
-        peaks = {rank: peak_nbytes(self.plan, rank) for rank in ranks}
-        rank = max(peaks, key=peaks.__getitem__)
-        return rank, peaks[rank]
 
     def _sent_bars(self) -> Iterator[RenderableType]:
         rows = _sent_rows(self.plan)
@@ -294,8 +294,3 @@ def _shortened(lines: Sequence[list[Segment]], room: int) -> list[list[Segment]]
 def _count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
-
-
-def _short_path(path: str) -> str:
-    parts = Path(path).parts
-    return path if len(parts) <= 3 else f".../{'/'.join(parts[-2:])}"

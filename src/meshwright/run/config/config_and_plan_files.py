@@ -450,6 +450,11 @@ def _search_folders(folder: Path, *, is_override: bool) -> tuple[Path, Path]:
     return (Path.cwd(), folder) if is_override else (folder, Path.cwd())
 
 
+def absolute_source(source: str) -> str:
+    """Returns `source` (a path, or path:factory) as an absolute path if it exists here; else unchanged."""
+    return _resolve_source(source, (Path.cwd(),))
+
+
 def _resolve_source(source: str, folders: Sequence[Path]) -> str:
     """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
     when in none.
