@@ -10,7 +10,6 @@ The command line calls the same functions; `meshwright.resolve_config` turns a c
 arguments.
 """
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,9 +104,8 @@ def analyze_loaded(
 ) -> AnalyzedModel:
     """Returns the analysis of a model that is loaded already; see `analyze`."""
     stated = as_loss(loss)
-    parameters = inspect.signature(loaded.deferred_init.instantiate().forward).parameters
     targets = (stated or token_cross_entropy()).targets
-    example = parse_batch(example_batch, parameters, targets)
+    example = parse_batch(example_batch, loaded.deferred_init.forward_parameters, targets)
     if example.constants:
         loaded = replace(loaded, deferred_init=loaded.deferred_init.with_constants(example.constants))
     stated = stated or find_model_loss(loaded, example.tensors) or token_cross_entropy()

@@ -145,7 +145,7 @@ def resolve_request(
         diagnostics += error.diagnostics
     is_absent = not needs_data and not job.data.is_named
     if is_absent:
-        data = None if loaded is None else _absent_data(loaded, job.data)
+        data = None if loaded is None else ExampleDataset(_stand_in_sample(loaded, job.data))
     else:
         trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
         job = trained or job
@@ -166,11 +166,11 @@ def resolve_request(
         raise RuntimeError(
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
-    if (
-        is_absent and loaded is not None and loaded.example is None
-    ):  # sequences of a text, not an example batch
+    if is_absent and loaded is not None and loaded.example is None:  # a text will come, not an example batch
         plan = resolved.plan
         resolved = replace(resolved, plan=replace(plan, job=replace(plan.job, data=job.data)))
+    if isinstance(kept, ExampleDataset):
+        kept = _prepare_samples(kept, resolved.loss)
     return replace(resolved, eval_dataset=kept, has_data=not is_absent)
 
 
@@ -218,12 +218,10 @@ def _plan_request(
         job = replace(job, precision=PrecisionConfig())
     if data is None and loaded.example is None and job.data.source == EXAMPLE_SOURCE:
         return None
-    example = loaded.example or (
-        zero_tokens(loaded, with_valid_fields(job.data)) if data is None else data.batch([0])
-    )
+    example = _stand_in_sample(loaded, job.data) if data is None else loaded.example or data.batch([0])
     loss = choose_loss(loaded, example, job.data)
     if isinstance(data, ExampleDataset):
-        data = ExampleDataset(loss.prepare(data.batch(range(len(data)))))
+        data = _prepare_samples(data, loss)
         if not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
             raise empty_loss_error(f"of the {len(data)} samples of the example batch")
     analyzed = read_model(loaded, loss.prepare(example), loss)
@@ -240,9 +238,14 @@ def _plan_request(
     return ResolvedRun(plan, analyzed, data, loss, callbacks=callbacks, notes=tuple(notes))
 
 
-def _absent_data(loaded: LoadedModel, source: DataConfig) -> Dataset:
-    """Returns one sample as the data will have: that of the model's factory, or zeros."""
-    return ExampleDataset(loaded.example or zero_tokens(loaded, with_valid_fields(source)))
+def _prepare_samples(samples: ExampleDataset, loss: Loss) -> ExampleDataset:
+    """Returns `samples` as the model and the loss read them."""
+    return ExampleDataset(loss.prepare(samples.batch(range(len(samples)))))
+
+
+def _stand_in_sample(loaded: LoadedModel, source: DataConfig) -> Mapping[str, torch.Tensor]:
+    """Returns samples like those of data that cannot be read: of the model's factory, or zeros."""
+    return loaded.example or zero_tokens(loaded, with_valid_fields(source))
 
 
 def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tensor]:

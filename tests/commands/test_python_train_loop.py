@@ -54,6 +54,25 @@ def test_a_run_is_trained_evaluated_and_saved(tmp_path):
     assert ended.checkpoint.name == "step-00000006"
 
 
+def test_a_scheduler_that_follows_a_metric_hears_of_every_evaluation(tmp_path):
+    heard: list[float] = []
+
+    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: float, epoch: int | None = None) -> None:
+            heard.append(float(metrics))
+            super().step(metrics, epoch)
+
+    plan = plan_in(tmp_path, EvalConfig(hold_out=7, every=2))
+
+    def rank(world: World) -> list[float]:
+        with parallelize(ANALYZED, plan, world=world, lr_scheduler=Plateau) as engine:
+            return [meshwright.train(engine, DATA).eval_history.best_loss]
+
+    (best,) = run_on_threads(rank, plan.mesh)[0]
+    assert len(heard) == 2 * 3  # on both ranks
+    assert min(heard) == best
+
+
 def test_the_same_call_continues_where_the_last_one_stopped(tmp_path):
     def enough(moment: CallbackEvent) -> str | None:
         return STOP if moment.step == 2 else None

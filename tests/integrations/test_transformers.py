@@ -149,6 +149,27 @@ class Recorder(TrainerCallback):
         return object.__getattribute__(self, name)
 
 
+def test_the_optimizer_is_created_once_for_the_plan(tmp_path: Path):
+    created: list[int] = []
+
+    class Counting(MeshwrightTrainer):
+        def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+            created.append(1)
+            return super().create_optimizer(*args)
+
+    make(Counting, tmp_path).train()
+    make(transformers.Trainer, tmp_path / "plain").train()
+    assert len(created) <= 2  # by the plan, and by transformers' own loop
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_layers_under_torch_compile_are_refused(tmp_path: Path):
+    model = llama(torch.float32)
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    with pytest.raises(PlanError, match=r"is no parameter of the module passed\n.*before torch\.compile"):
+        make(MeshwrightTrainer, tmp_path, model=model).train()
+
+
 def test_callbacks_hear_the_same_events(tmp_path: Path):
     heard = []
     for kind in (MeshwrightTrainer, transformers.Trainer):

@@ -62,7 +62,7 @@ def train(
             kept = _as_data(eval_data, trainer)
         elif kept is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
-            raise PlanError(text, fix="pass held_out=...", location="held_out")
+            raise PlanError(text, fix="pass eval_data=...", location="eval_data")
         resumed = resume(trainer.executor, plan, world, everything.digest)
         evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
         with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as batches:

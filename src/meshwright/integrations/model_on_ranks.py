@@ -31,7 +31,7 @@ from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.integrations.released_parameters import ReleasedParameters
 from meshwright.integrations.training_arguments import job_for, model_diagnostics, plan_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.loading.module_weights import load_module
+from meshwright.model.loading.module_weights import load_in_place
 from meshwright.model.loss.as_loss import LossInput
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.plan.job.errors import raise_diagnostics
@@ -88,17 +88,17 @@ class ModelOnRanks:
 
     def prepare(
         self, make_example: Callable[[], object], optimizer: torch.optim.Optimizer | None, steps: int
-    ) -> tuple[AnalyzedModel, Plan]:
-        """Returns the analysis of the model, on batches like `make_example()`, and the plan.
+    ) -> Plan:
+        """Returns the plan of the model, which is analyzed on batches like `make_example()`.
 
         Raises PlanError with everything that cannot work.
         """
         if self.analyzed is None or self.plan is None:
             analyzed = analyze_loaded(
-                load_module(self.module, self.args.seed), make_example(), self.request.loss
+                load_in_place(self.module, self.args.seed), make_example(), self.request.loss
             )
             self.analyzed, self.plan = analyzed, self._make_plan(analyzed, optimizer, steps)
-        return self.analyzed, self.plan
+        return self.plan
 
     def _make_plan(
         self, analyzed: AnalyzedModel, optimizer: torch.optim.Optimizer | None, steps: int

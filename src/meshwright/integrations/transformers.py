@@ -234,10 +234,12 @@ class MeshwrightTrainer(TransformersTrainer):
     def _prepare_ranks(self, dataset: Any) -> tuple[ModelOnRanks, Plan]:
         """Returns the model under its plan, made from the training dataset, or if there is none `dataset`."""
         ranks = self._ranks()
+        if ranks.plan is not None:
+            return ranks, ranks.plan
         if self.train_dataset is not None:
             dataset = self.train_dataset
             self.create_optimizer()
-        return ranks, ranks.prepare(partial(self._example, dataset), self.optimizer, self._num_steps())[1]
+        return ranks, ranks.prepare(partial(self._example, dataset), self.optimizer, self._num_steps())
 
     def _num_steps(self) -> int:
         """Returns the number of steps, as far as it is known before the data is read."""

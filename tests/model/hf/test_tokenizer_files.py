@@ -1,6 +1,7 @@
 """The tokenizer of a model: which one it comes with, where one of the hub is found, its largest id."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,9 @@ def test_a_model_comes_with_the_tokenizer_of_its_weights_or_else_of_its_config(t
     assert own_tokenizer(ModelConfig(f"{config}/config.json")) == config
     assert own_tokenizer(ModelConfig(f"{tmp_path}/model.py:build", weights=weights)) == weights
     assert own_tokenizer(ModelConfig(bare)) == ""
+    inside = tmp_path / "lib.python" / "weights"
+    shutil.copytree(weights, inside)
+    assert own_tokenizer(ModelConfig(str(inside))) == str(inside)
     assert own_tokenizer(ModelConfig(f"{tmp_path}/model.py:build")) == ""
 
 

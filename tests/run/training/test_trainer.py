@@ -1,10 +1,11 @@
 """A trainer's evaluations and predictions: global batches shared among ranks, each sample counted once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -25,12 +26,14 @@ MESHES = {
 NUM_SAMPLES = 11
 
 
-def trainer_of(world: World, mesh: mw.Mesh, micro_batch: int = 2) -> Trainer:
+def trainer_of(
+    world: World, mesh: mw.Mesh, micro_batch: int = 2, strategies: Sequence[mw.Strategy] | None = None
+) -> Trainer:
     job = mw.Job(
         train=mw.TrainConfig(steps=2, batch=12), precision=mw.PrecisionConfig("float64", "float64", "float64")
     )
     analyzed = analyzed_model()
-    strategies = [mw.VocabParallel()] if mesh.tp > 1 else None
+    strategies = [mw.VocabParallel()] if mesh.tp > 1 else strategies
     plan = mw.make_plan(analyzed, job, mesh, strategies, micro_batch)
     return mw.parallelize(analyzed, plan, world=world)
 
@@ -46,8 +49,10 @@ def loader_of(num: int = NUM_SAMPLES, size: int = 4) -> list[dict[str, torch.Ten
     return [{key: value[i : i + size] for key, value in samples.items()} for i in range(0, num, size)]
 
 
-def evaluate(world: World, mesh: mw.Mesh) -> tuple[mw.Evaluation, dict[str, torch.Tensor]]:
-    with trainer_of(world, mesh) as trainer:
+def evaluate(
+    world: World, mesh: mw.Mesh, strategies: Sequence[mw.Strategy] | None = None
+) -> tuple[mw.Evaluation, dict[str, torch.Tensor]]:
+    with trainer_of(world, mesh, 0 if strategies else 2, strategies) as trainer:
         plain = trainer.evaluate(loader_of())
         found = trainer.evaluate(loader_of(), metrics={"accuracy": correct})
         assert found.loss == pytest.approx(plain.loss, rel=1e-12)
@@ -80,6 +85,27 @@ def test_local_batches_are_evaluated_as_they_are():
 
     alone, _ = run_on_threads(lambda world: evaluate(world, mw.Mesh()), mw.Mesh())[0]
     assert run_on_threads(body, MESHES["ddp"]) == pytest.approx([alone.loss] * 3, rel=1e-12)
+
+
+def test_where_the_first_rank_reads_all_samples_every_rank_has_all_predictions():
+    alone, predicted = run_on_threads(lambda world: evaluate(world, mw.Mesh()), mw.Mesh())[0]
+    mesh, strategies = mw.Mesh(dp_replicate=3), [mw.BatchSplit(), mw.DataParallelMaster()]
+    for found, tokens in run_on_threads(lambda world: evaluate(world, mesh, strategies), mesh):
+        assert (found.loss, found.metrics) == (pytest.approx(alone.loss), pytest.approx(alone.metrics))
+        assert torch.equal(tokens["tokens"], predicted["tokens"])
+
+
+class DrawsAlways(Regression):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.dropout(x, 0.5, training=True))
+
+
+def test_an_evaluation_with_metrics_draws_no_numbers_either():
+    analyzed = mw.analyze(DrawsAlways, batch(0), loss=squares())
+    with mw.parallelize(analyzed, mw.make_plan(analyzed, JOB, mw.Mesh()), loss=squares()) as trainer:
+        for metrics in (None, {"sum": lambda outputs, batch: (outputs.sum(), 1)}):
+            with pytest.raises(PlanError, match="an evaluation, in which the forward draws random numbers"):
+                trainer.evaluate([batch(0)], metrics=metrics)
 
 
 def test_batches_that_differ_between_ranks_are_refused():

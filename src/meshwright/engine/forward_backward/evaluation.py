@@ -81,8 +81,7 @@ def evaluate(
     raise_diagnostics(whole_batch_diagnostics(state.loss))
     module, is_pipelined = state.trained_module.module, bool(plan.sharding.block_calls_by_pp_rank)
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
-    with torch.no_grad(), preserve_module_state(module), autocast, _forbid_draws(stateless_rng):
-        module.eval()
+    with evaluation_mode(module, autocast, stateless_rng):
         microbatches = _microbatches(
             _until_all_end(batches, state, plan) if forward_is_collective else batches, plan, state
         )
@@ -107,6 +106,16 @@ def evaluate(
     if not count > 0:
         raise no_samples_error()
     return Evaluation(total / count, int(tokens), is_token_nll=state.loss.is_token_nll)
+
+
+@contextmanager
+def evaluation_mode(
+    module: nn.Module, autocast: AbstractContextManager, stateless_rng: StatelessRNG | None
+) -> Iterator[None]:
+    """Puts `module` into eval mode, without gradients and draws; its state is restored afterwards."""
+    with torch.no_grad(), preserve_module_state(module), autocast, _forbid_draws(stateless_rng):
+        module.eval()
+        yield
 
 
 def no_samples_error() -> PlanError:

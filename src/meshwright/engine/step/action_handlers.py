@@ -13,7 +13,7 @@ import torch
 from meshwright.engine.forward_backward.backward_handlers import BackwardHandlers, RecomputeHandler
 from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
-from meshwright.engine.forward_backward.evaluation import Evaluation, evaluate
+from meshwright.engine.forward_backward.evaluation import Evaluation, evaluate, evaluation_mode
 from meshwright.engine.forward_backward.graph_cut_check import check_gradient_paths
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.forward_backward.step_rng import StepRNG
@@ -277,6 +277,10 @@ class ActionHandlers:
             repeated_skip = self.spike_detector.repeated_skip_reason
             if repeated_skip or self.plan.job.guard.action == "stop":
                 raise LossSpikeError(self.spike, repeated_skip)
+
+    def evaluation_mode(self) -> AbstractContextManager[None]:
+        """Returns a context of forwards in eval mode; see forward_backward/evaluation.py."""
+        return evaluation_mode(self.state.trained_module.module, self._autocast(), self._stateless_rng)
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
         """Returns the loss over `batches` of all ranks; see forward_backward/evaluation.py."""

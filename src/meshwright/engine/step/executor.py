@@ -6,7 +6,7 @@
 Forwards (F, F_CHECKPOINTED) differ in one way: the model's own forward, written by its user, decides when a
 block runs. The executor calls the model at a microbatch's first F; each block, before it runs, executes the
 list up to its own F. All other actions have a handler by kind; strategies bring handlers for the kinds that
-they introduce, from the parts of a rank that they receive (`plan.strategy.Runtime`).
+they introduce, from the parts of a rank that they receive (`plan.strategy_interface.Runtime`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,6 +193,14 @@ class Executor:
         self._block_collectives.begin_block("EVALUATE")
         with summon_full_params(self.state.trained_module, self.flat_params, self._driver, "EVALUATE"):
             return self._actions.evaluate(batches)
+
+    @contextmanager
+    def evaluation_forwards(self, action: str) -> Iterator[None]:
+        """Makes forwards of the module find full parameters and return full outputs, in eval mode and without
+        gradients and draws. All ranks run the same.
+        """
+        with self._actions.evaluation_mode(), self.full_params(action):
+            yield
 
     def state_dict(self) -> dict[str, SavedTensor]:
         """Returns all that must be saved, by full name.

@@ -128,7 +128,7 @@ class AnalyzedModel:
     @cached_property
     def forward_parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the model's forward."""
-        return inspect.signature(self.deferred_init.instantiate().forward).parameters
+        return self.deferred_init.forward_parameters
 
     @cached_property
     def forward_graphs(self) -> dict[torch.dtype, "ForwardGraphCache"]:

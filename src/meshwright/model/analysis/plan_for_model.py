@@ -36,7 +36,7 @@ def complete_job(job: Job, model_spec: ModelSpec) -> Job:
     """
     raise_diagnostics(_ignored_settings(job, model_spec))
     model = job.model if job.model.source else replace(job.model, source=model_spec.name)
-    data = job.data if job.data.source or job.data.mixture else replace(job.data, source=EXAMPLE_SOURCE)
+    data = job.data if job.data.is_named else replace(job.data, source=EXAMPLE_SOURCE)
     return replace(job, model=model, data=data)
 
 

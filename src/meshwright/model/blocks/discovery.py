@@ -4,8 +4,8 @@ Blocks are found from the module tree. The topmost lists of modules (`ModuleList
 are the chains: each of their members is a block. A module beside or above a chain that has parameters and
 contains no chain is a block too (embedding, final norm, head). A module that contains a chain is a container;
 its direct parameters, and parameters that glue uses without calling their module, belong to the root. A model
-without a chain is one block, and the plan notes that. A layer with its adapter (`model.hf.peft`) counts as
-one layer.
+without a chain is one block, and the plan notes that. A layer with its adapter (`model.hf.peft_name_map`)
+counts as one layer.
 
     LlamaForCausalLM                      block
       model          contains a chain

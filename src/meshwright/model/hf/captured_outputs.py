@@ -13,7 +13,7 @@ list gets a leaf, and the block's backward starts from both gradients.
 
 The collector is found by name in the module of transformers that holds it, if that was imported. Any other
 tensor that leaves a block without being returned (a custom hook, an attribute) is refused by name in
-`model.blocks.autograd_check`.
+`model.blocks.autograd_partition`.
 """
 
 import sys

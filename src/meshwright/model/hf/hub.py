@@ -75,13 +75,12 @@ def model_folders(source: ModelConfig) -> Iterator[tuple[str, Path]]:
 
     A hub id is resolved to its snapshot. Files are in no folder of a model, but for config.json.
     """
-    small = replace(source, weights="", skip=())  # of the weights, only the small files next to them
-    for name in (source.weights, source.source):
-        if name and ".py" not in name:
-            path = resolve_path(name, small, "model.source")
-            path = path.parent if path.name == "config.json" else path
-            if path.is_dir():
-                yield name, path
+    small = replace(source, weights="")  # of the weights, only the small files next to them
+    for name in filter(None, (source.weights, source.source)):
+        path = resolve_path(name, small, "model.source")
+        path = path.parent if path.name == "config.json" else path
+        if path.is_dir():
+            yield name, path
 
 
 def pin_revision(source: ModelConfig) -> ModelConfig:

@@ -25,6 +25,7 @@ computed before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps i
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +148,11 @@ class DeferredInit:
                 if buffer is not None and name in weights:
                     owner._buffers[leaf] = weights.read(name, buffer.dtype)
         return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, weights)
+
+    @property
+    def forward_parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the module's forward, by name."""
+        return inspect.signature(self._module.forward).parameters
 
     def with_constants(self, constants: Mapping[str, object]) -> "DeferredInit":
         """Returns this deferred initialization of a module whose forward gets `constants` in every call."""

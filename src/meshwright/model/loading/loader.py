@@ -1,6 +1,7 @@
 """Loads the model that a job names: a transformers config, a hub id, or a Python file with a factory.
 
-    model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.hf.config`
+    model.source = "configs/llama"           a folder with config.json, or a .json file
+                                             (`model.hf.model_from_config`)
     model.source = "org/name"                a repository of the hub: see `model.hf.hub`
     model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with more information
 

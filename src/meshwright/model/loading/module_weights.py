@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.loader import LoadedModel, load_factory
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import PretrainedSource
 
 
@@ -47,12 +48,19 @@ class ModuleWeights:
         return torch.empty(value.shape, dtype=wanted, device=device).copy_(value)
 
 
-def load_module(module: nn.Module, seed: int) -> LoadedModel:
+def load_in_place(module: nn.Module, seed: int) -> LoadedModel:
     """Returns the model of `module`, whose initial values are read from its parameters when they are
     needed.
+
+    Raises PlanError for a module under torch.compile, whose parameters have other names than the model's.
     """
     loaded = load_factory(lambda: _copy_without_values(module), seed, type(module).__name__)
-    return replace(loaded, deferred_init=loaded.deferred_init.with_weights(ModuleWeights(module)))
+    weights = ModuleWeights(module)
+    if unknown := [name for name in loaded.deferred_init.logical_params if name not in weights]:
+        text = f"{unknown[0]} of the model is no parameter of the module passed"
+        fix = "pass the model before torch.compile(...): its blocks run as they are"
+        raise PlanError(text, fix=fix, location="model")
+    return replace(loaded, deferred_init=loaded.deferred_init.with_weights(weights))
 
 
 def _copy_without_values(module: nn.Module) -> nn.Module:

@@ -264,9 +264,7 @@ class BlockTrace(TorchFunctionMode):
         block_info = replace(block_info, captured=tuple(local))
         passed_on = [outputs, [mark.added_tensors for mark in side_channels]]
         self.gathers.leave_block(block_call.name, passed_on, is_replicated=block_info.is_replicated)
-        expose_captured(
-            side_channels, local, lambda length: self._full_shard(self.trial_lengths.prime(length))
-        )
+        expose_captured(side_channels, local, self._planned_shard)
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
 
     def _enter_block(self, block_call: TracedBlockCall, inputs: Any, *, is_sharded: bool) -> BlockInputs:

@@ -19,8 +19,8 @@ last, after being renamed to `.partial-` themselves, so a half-deleted checkpoin
 one either. Memory: at most one tensor is copied at a time.
 
 Reading trusts nothing: it checks names and sizes, then checksums, then the contents of the files against the
-manifest. Ranks that read together share the checksums (`integrity`). No file contains a pickle, and ranks
-exchange plain numbers.
+manifest. Ranks that read together share the checksums (`distributed_verification`). No file contains a
+pickle, and ranks exchange plain numbers.
 """
 
 import logging

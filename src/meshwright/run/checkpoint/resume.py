@@ -1,6 +1,6 @@
 """Resuming a run: chooses the checkpoint, and reports what changed since it was saved.
 
-All ranks verify the folder together (`integrity`), so all load the same checkpoint.
+All ranks verify the folder together (`distributed_verification`), so all load the same checkpoint.
 """
 
 import json

@@ -22,11 +22,9 @@ from meshwright.engine.forward_backward.evaluation import (
     EVALUATION_ACTION,
     Evaluation,
     no_samples_error,
-    preserve_module_state,
     whole_batch_diagnostics,
 )
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import BROADCAST_DTYPES, MAX_DIMS
-from meshwright.engine.runtime.mixed_precision import autocast
 from meshwright.engine.step.executor import Executor
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import raise_diagnostics
@@ -45,19 +43,13 @@ def gathered_predictions(
     the rank has none.
     All ranks pass equally many. `predict` returns the same names and numbers of dims on all ranks.
     """
-    state, plan = executor.state, executor.plan
+    state = executor.state
     module, device = state.trained_module.module, state.world.device
-    group = state.world.group(plan.sharding.data_axes)
+    group = state.world.group(executor.plan.sharding.data_axes)
     for batch in batches:
         samples = state.trained_module.dummy_batch if batch is None else batch
         samples = {key: value.to(device) for key, value in samples.items()}
-        with (
-            torch.no_grad(),
-            preserve_module_state(module),
-            autocast(plan.job.precision, device),
-            executor.full_params(EVALUATION_ACTION),
-        ):
-            module.eval()
+        with executor.evaluation_forwards(EVALUATION_ACTION):
             found = predict(module(**executor.loss.model_inputs(samples)), samples)
         yield _gather(found, batch is not None, group, device)
 

@@ -264,6 +264,7 @@ class _TrainLoop:
         self.enter_phase("evaluate", record.step)
         with self.rank_usage.timed_phase("evaluate"):
             result = self.executor.evaluate(self.eval_samples.batches())
+        self.executor.lr_schedule.report_metric(result.loss)
         self.eval_history = self.eval_history.with_evaluation(result.loss, record.step, spec.min_delta)
         self.stop_reason = self.eval_history.stop_reason(spec)
         values = result.as_dict()

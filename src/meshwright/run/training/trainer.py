@@ -165,6 +165,7 @@ class Trainer:
     def _single_microbatches(self, batches: Iterable[LocalBatch]) -> Iterator[Batch | None]:
         """Yields as many microbatches per batch on every rank; None where this one has no samples."""
         size = self.plan.micro_batch
+        num_on_each_rank = len(self.plan.samples_read(0)) // size  # the first rank reads most
         for batch in batches:
             given = [batch] if isinstance(batch, Mapping) else batch or []
             found = [
@@ -173,7 +174,7 @@ class Trainer:
                 for first in range(0, len(next(iter(each.values()))), size)
             ]
             yield from found
-            yield from [None] * (self.plan.num_microbatches - len(found))
+            yield from [None] * (num_on_each_rank - len(found))
 
     def _check_same_on_all_ranks(self, tensors: Batch) -> None:
         digest = sha256()
