@@ -164,3 +164,32 @@ def test_it_is_measured_once_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyP
     first = analyzed.measure_memory(torch.float32, torch.float32)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", None)
     assert analyzed.measure_memory(torch.float32, torch.float32) is first
+
+
+def mixtral(experts: str = "grouped_mm") -> nn.Module:
+    """A mixture whose experts are large beside its tokens."""
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=WORDS, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, **sizes
+    )
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation(experts)
+    return model
+
+
+def test_experts_keep_the_activations_of_their_tokens_and_no_copies_of_weights():
+    """Weights that are gathered by token, as in other trials, would be 20 times as large."""
+    layer = layer_of(analyze(mixtral(), batches(1, length=TOKENS)[0]))
+    tokens = 2 * TOKENS  # each goes to two experts
+    products = tokens * (16 + 2 * 64 + 64 + 64 + 2 * 16) * 4
+    assert layer.saved_activations.weight_sized == 0
+    assert products < layer.saved_activations.per_sample < 1.5 * products
+
+
+def test_experts_that_gather_weights_by_the_users_own_setting_are_counted_so():
+    gathered, grouped = (
+        layer_of(analyze(mixtral(experts), batches(1, length=TOKENS)[0])).saved_activations.per_sample
+        for experts in ("batched_mm", "eager")
+    )
+    copies = 2 * TOKENS * 3 * 64 * 16 * 4
+    assert gathered > copies > 5 * grouped

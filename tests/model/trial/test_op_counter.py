@@ -49,6 +49,17 @@ def test_products_of_many_heads_are_counted_together():
     assert noted(lambda: (left @ right, left @ right)).matmuls == (product,)
 
 
+def test_a_grouped_product_is_one_of_all_rows_with_the_weights_of_one_expert():
+    rows = torch.ones(NUM_SAMPLES * 2, 8, requires_grad=True)
+    weights = torch.ones(3, 8, 16, requires_grad=True)
+    ends = torch.tensor([4, 4, NUM_SAMPLES * 2], dtype=torch.int32)
+    forward, *backward = noted(
+        lambda: F.grouped_mm(rows, weights, offs=ends).square().sum().backward()
+    ).matmuls
+    assert forward == MatmulOp(LinearInSamples(0, 2), LinearInSamples(16), LinearInSamples(8), ONE, "float32")
+    assert [each.flops(NUM_SAMPLES) for each in backward] == [forward.flops(NUM_SAMPLES)] * 2
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_one_operation_forward_and_one_backward(causal: bool):
     query, key = (

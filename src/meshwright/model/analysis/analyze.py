@@ -32,7 +32,12 @@ from meshwright.model.analysis.sharding_trials import (
 )
 from meshwright.model.blocks.batch_coupling import TableUse
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
-from meshwright.model.hf.model_from_config import use_batched_experts, use_eager_experts
+from meshwright.model.hf.model_from_config import (
+    gathers_expert_weights,
+    use_batched_experts,
+    use_eager_experts,
+    use_grouped_experts,
+)
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.as_loss import check_is_sum
@@ -154,8 +159,13 @@ class AnalyzedModel:
         if self.loss.whole_batch:
             return None
 
+        gathers_experts = gathers_expert_weights(self.deferred_init.instantiate())
+
         def make(mode: FakeTensorMode) -> tuple[nn.Module, dict[str, nn.Module]]:
-            return self.make_module("cpu", param_dtype, mode)[:2]
+            module, blocks, _ = self.make_module("cpu", param_dtype, mode)
+            if not gathers_experts:
+                use_grouped_experts(module)
+            return module, blocks
 
         casts = None if compute_dtype == param_dtype else compute_dtype
         return measure_memory(

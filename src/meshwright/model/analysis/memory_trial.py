@@ -8,7 +8,8 @@ bytes.
 The dtypes are those of a job. The batch size is a prime that divides no other size, so storages whose size it
 divides scale with the number of samples and all others are constant. Equal block calls are measured once in
 backward. Attention counts as torch's CPU kernel keeps it: the output, one number per query and head, and the
-given mask; a model that computes attention itself keeps its scores.
+given mask; a model that computes attention itself keeps its scores. Experts of transformers run as one
+grouped product, whose kernel has no fake form in float32.
 
 Blocks run on fake tensors. Between blocks small tensors are computed for real (positions, padding), because
 the existence of a mask may depend on values; large tensors have no values there either.
@@ -139,6 +140,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         return LinearInSamples(sums["fixed"], sums["per_sample"] / self._num_samples, sums["weight_sized"])
 
     def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        func = _empty_grouped_product if func is torch.ops.aten._grouped_mm.default else func
         if self._is_in_block() or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             with self._fake_mode:
                 return func(*args, **kwargs)
@@ -393,6 +395,17 @@ class _MemoryMeasurement:
             max(with_grads, key=lambda line: line.total(1)),
             attention_peak,
         )
+
+
+def _empty_grouped_product(
+    first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor, *_: object, **__: object
+) -> torch.Tensor:
+    """Returns a tensor without values in place of a product of sorted rows with the weights of their experts
+    (3 dims), or of its gradient for these weights (2 dims).
+    """
+    if second.ndim == 3:
+        return first.new_empty(first.shape[0], second.shape[2])
+    return first.new_empty(offsets.shape[0], first.shape[0], second.shape[1])
 
 
 def _choose_num_samples(tensors: Iterable[torch.Tensor]) -> int:

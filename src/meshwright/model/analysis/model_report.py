@@ -18,7 +18,7 @@ from meshwright.model.hf.declared_tp_plan import attention_implementation
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER, LayerRole, find_layer_roles
-from meshwright.model.trial.shardable_layers import suggest_declaration, suggest_roles
+from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON, suggest_declaration, suggest_roles
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 
@@ -261,7 +261,16 @@ def _with_found_roles(analyzed: AnalyzedModel | None, layer_roles: Sequence[Laye
 
 
 def _layers_without_role(analyzed: AnalyzedModel | None, layer_roles: Sequence[LayerRole]) -> list[LayerRole]:
-    return [layer_role for layer_role in _with_found_roles(analyzed, layer_roles) if not layer_role.role]
+    """Returns the layers without a role, less those for which a declaration would change nothing."""
+    weights = () if analyzed is None else analyzed.model_spec.params
+    fixed = {
+        layer
+        for weight in weights
+        if weight.not_shardable_reason == VALUE_DEPENDENT_REASON
+        for layer in weight.layers
+    }
+    with_roles = _with_found_roles(analyzed, layer_roles)
+    return [each for each in with_roles if not each.role and each.name not in fixed]
 
 
 def _may_be_used(name: str, child: nn.Module, unused: Sequence[str]) -> bool:

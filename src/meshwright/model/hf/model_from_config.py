@@ -63,7 +63,7 @@ def repository_factory(
 
 
 CONFIG_KEY = "model.source"
-BATCHED_EXPERTS = "batched_mm"
+BATCHED_EXPERTS, GROUPED_EXPERTS = "batched_mm", "grouped_mm"
 FIXED_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
 PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
@@ -204,20 +204,39 @@ def use_batched_experts(module: nn.Module) -> None:
         cast(Any, module).set_experts_implementation(BATCHED_EXPERTS)
 
 
+def gathers_expert_weights(module: nn.Module) -> bool:
+    """Returns whether a transformers mixture of experts gathers weights by token, by its own setting."""
+    return any(config._experts_implementation == BATCHED_EXPERTS for config in _configs(module))
+
+
+def use_grouped_experts(module: nn.Module) -> None:
+    """Makes transformers experts that gather weights by token compute one grouped product: a token then costs
+    its own activations, and no copy of an expert.
+    """
+    for config in _configs(module):
+        if config._experts_implementation == BATCHED_EXPERTS:
+            config._experts_implementation_internal = GROUPED_EXPERTS
+
+
 @contextmanager
 def batched_experts(block: nn.Module) -> Iterator[None]:
     """Makes the transformers experts in `block` gather weights by token meanwhile, which works on fake
     tensors.
     """
-    configs = {id(config): config for part in block.modules() if (config := config_of(part)) is not None}
-    before = {key: config._experts_implementation for key, config in configs.items()}
-    for config in configs.values():
+    before = [(config, config._experts_implementation) for config in _configs(block)]
+    for config, _ in before:
         config._experts_implementation_internal = BATCHED_EXPERTS
     try:
         yield
     finally:
-        for key, config in configs.items():
-            config._experts_implementation_internal = before[key]
+        for config, implementation in before:
+            config._experts_implementation_internal = implementation
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Returns the transformers configs of the modules in `module`, each once."""
+    found = (config_of(part) for part in module.modules())
+    return list({id(config): config for config in found if config is not None}.values())
 
 
 def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:

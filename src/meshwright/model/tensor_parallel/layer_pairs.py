@@ -35,7 +35,7 @@ UNPAIRED_ROLES = (
 @dataclass
 class LayerUses:
     """The record of a trial, in order: calls of layers with a role, and the head dims of attention
-    between them.
+    between them. `value_dependent` names the layers whose inputs have a size that depends on values.
     """
 
     uses: list["LayerUse"] = field(default_factory=list)
@@ -43,6 +43,7 @@ class LayerUses:
     head_widths: list[tuple[int, int]] = field(default_factory=list)
     # keeps inputs alive during the trial, so that ids are unique
     live_inputs: list[torch.Tensor] = field(default_factory=list)
+    value_dependent: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """The fake-tensor trial: one forward without values shows what the module tree does not say.
 
-fake_tensor_forward  runs the trial and collects its findings
-layer_costs          flops and saved activations of each layer call
-op_counter           sizes of matrix products, attention and memory-bound operations
-output_graphs        outputs that a model computes over all samples, such as an auxiliary loss
-weight_slice_trial   runs the model on slices of its weights, to check a proposed split
-shardable_layers     layers that can be sharded, and why the others cannot
+fake_tensor_forward    runs the trial and collects its findings
+layer_costs            flops and saved activations of each layer call
+op_counter             sizes of matrix products, attention and memory-bound operations
+output_graphs          outputs that a model computes over all samples, such as an auxiliary loss
+weight_slice_trial     runs the model on slices of its weights, to check a proposed split
+shardable_layers       layers that can be sharded, and why the others cannot
+value_dependent_sizes  tensors with a size that depends on values
 """

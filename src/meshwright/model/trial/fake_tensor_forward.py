@@ -34,6 +34,7 @@ from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.trial.layer_costs import LayerCostRecorder, SavedStorage
 from meshwright.model.trial.op_counter import FlopCounter
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
+from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 
@@ -164,11 +165,14 @@ def _run_trial(
     )
     handles = [block.register_forward_pre_hook(hear_inputs, with_kwargs=True) for block in blocks.values()]
     handles += layer_ranges.attach_hooks(module, layers)  # before the use is recorded
-    findings.vocab_flow = vocab_flow = VocabFlow(module, layers)
+    findings.vocab_flow, sizes = VocabFlow(module, layers), ValueDependentSizes()
+    vocab_flow = findings.vocab_flow
     for name in layers:
         layer = module.get_submodule(name)
         handles.append(layer.register_forward_pre_hook(partial(_enter_layer, vocab_flow, name)))
-        handles.append(layer.register_forward_hook(partial(_record_use, driver, findings, count_draws, name)))
+        handles.append(
+            layer.register_forward_hook(partial(_record_use, driver, findings, count_draws, sizes, name))
+        )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tables = TableUseMode(dict(module.named_parameters()), current_call)
     on_block_call("")
@@ -176,7 +180,7 @@ def _run_trial(
         flow = findings.feature_flow.follow_forward(
             module, blocks, traced_layer_kinds(module), lambda: driver.in_glue
         )
-        with counter, tables, observer, saved_activations.recording(), vocab_flow, flow:
+        with counter, sizes, tables, observer, saved_activations.recording(), vocab_flow, flow:
             outputs, final_call, forward_pass = driver.forward(before_block, run_forward)
             totals.append(counter.total_flops)
     finally:
@@ -261,6 +265,7 @@ def _record_use(
     driver: ForwardDriver,
     findings: TrialFindings,
     count_draws: Callable[[], int],
+    sizes: ValueDependentSizes,
     name: str,
     layer: nn.Module,
     args: tuple[Any, ...],
@@ -276,6 +281,8 @@ def _record_use(
         and isinstance(output, torch.Tensor)
     ):
         findings.layer_uses.live_inputs.append(layer_input)
+        if sizes.has_such_rows(layer_input):
+            findings.layer_uses.value_dependent.add(name)
         findings.num_draws.append(count_draws())
         findings.layer_uses.uses.append(
             LayerUse(

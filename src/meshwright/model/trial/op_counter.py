@@ -204,6 +204,11 @@ def _matmul_shapes(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[
     yield first.shape[-2], second.shape[-1], first.shape[-1], batch
 
 
+def _grouped_shapes(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """Yields the shape of one product with as many multiplications as the groups have together."""
+    yield first.shape[-2], second.shape[-1], first.shape[-1], 1
+
+
 def _convolution_shapes(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, computed: Sequence[bool]
 ) -> Any:
@@ -220,6 +225,7 @@ MATMUL_SHAPES = MappingProxyType(
         aten.mm: lambda args, out: _matmul_shapes(args[0], args[1]),
         aten.bmm: lambda args, out: _matmul_shapes(args[0], args[1]),
         aten.addmm: lambda args, out: _matmul_shapes(args[1], args[2]),
+        aten._grouped_mm: lambda args, out: _grouped_shapes(args[0], args[1]),
         aten.baddbmm: lambda args, out: _matmul_shapes(args[1], args[2]),
         aten.convolution: lambda args, out: _convolution_shapes(
             args[0], args[1], out, args[8], (True, False, False)

@@ -4,8 +4,9 @@ Roles come from the user first, then from the feature flow that the trial shows
 (model/tensor_parallel/split_proposal.py). A plan that the model declares counts only where the trial agrees:
 it does not say whether everything between a colwise and a rowwise layer works on a shard.
 
-A weight is not shardable for a reason of one of three sorts, which `inspect` and error messages print:
+A weight is not shardable for a reason of one of four sorts, which `inspect` and error messages print:
 
+    rows        their number depends on values: an expert of its own linear layers
     kind        a convolution, a router: no way to shard it is known
     role        no role is declared, or one that replicates it
     position    no layer of its block takes its outputs as inputs, or the widths of the two do not agree
@@ -48,6 +49,10 @@ KIND_REASONS = {
     "experts": "weights of many experts, which are sharded by expert: no strategy does that yet",
     "router": "a router: all ranks must choose the same experts for a token",
 }
+VALUE_DEPENDENT_REASON = (
+    "it is given a number of rows that depends on values, such as the tokens of one expert: the bytes that "
+    "ranks would send for it cannot be planned"
+)
 NO_ROLE_REASON = "no role is declared for it, nor could one be proposed"
 PAIRED_ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 UNTRACED_REASON = "the trial could not follow its features from colwise to rowwise"
@@ -77,7 +82,8 @@ def unsharded_reasons(
         unsharded_names = [name for name in _weights(layer, owner) if name not in divisible]
         if unsharded_names:
             reason = (
-                _kind_reason(layer, owner)
+                (VALUE_DEPENDENT_REASON if layer.name in layer_uses.value_dependent else "")
+                or _kind_reason(layer, owner)
                 or _role_reason(layer, roles)
                 or _position_reason(module, layer, roles, called, failed_pairs)
             )
@@ -229,24 +235,25 @@ def find_shardable_layers(
         layer.name: layer.role for layer in shardable_layers if layer.role and layer.source != KNOWN_BY_KIND
     }
     uses = [use.name for use in findings.layer_uses.uses]
+    unplanned = frozenset(findings.layer_uses.value_dependent)
     proposal, numbers, notes = try_splits(
-        lambda without: propose_splits(module, findings.feature_flow, declared, uses, without)
+        lambda without: propose_splits(module, findings.feature_flow, declared, uses, without | unplanned)
     )
     unproven = {
         layer.name
         for layer in shardable_layers
         if layer.source == DECLARED_BY_MODEL and roles.get(layer.name) in ("colwise", "rowwise")
     }
-    proposed_roles = {name: "" if name in unproven else role for name, role in roles.items()} | dict(
-        proposal.roles
-    )
+    proposed_roles = {
+        name: "" if name in unproven | unplanned else role for name, role in roles.items()
+    } | dict(proposal.roles)
     vocab_splits = find_vocab_splits(
         module, proposed_roles, loss, findings.vocab_flow, uses, findings.outputs, PROBE_BATCH
     )
     single_layers = {
         layer.name
         for layer in shardable_layers
-        if layer.source == DECLARED_BY_USER and layer.role == "colwise"
+        if layer.source == DECLARED_BY_USER and layer.role == "colwise" and layer.name not in unplanned
     }
     calls, weight_parts = find_shardable_calls(
         module, findings.layer_uses, vocab_splits.roles, PROBE_BATCH, proposal.dim_splits, single_layers

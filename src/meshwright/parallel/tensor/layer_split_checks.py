@@ -11,7 +11,7 @@ All diagnostics are reported together, before any process starts.
 from collections.abc import Iterable, Iterator
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
-from meshwright.model.trial.shardable_layers import suggest_roles
+from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON, suggest_roles
 from meshwright.parallel.tensor.sharded_layer import LayerShardings, find_layer_sharding
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
@@ -55,6 +55,9 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
     shown = [f"{pattern}: {why}" for pattern, why in list(found)[:MAX_REPORTED]]
     more = f"; and {len(found) - MAX_REPORTED} more" if len(found) > MAX_REPORTED else ""
     text = f"no pair of linear layers of {model_spec.name} is known to split ({'; '.join(shown)}{more})"
+    if any(why == VALUE_DEPENDENT_REASON for _, why in found):  # no declaration would help
+        yield Diagnostic(text, "set mesh.tp = 1: mesh.dp_shard shards the weights of experts too", where)
+        return
     layers = list(
         dict.fromkeys(
             LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0]
