@@ -409,8 +409,7 @@ def _check_example(example: Example) -> None:
 
 def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None:
     called = {block_of(block_call) for block_call in block_calls}
-    idle = [name for name in declared if name not in called]
-    if idle:
+    if idle := [name for name in declared if name not in called]:
         text = f"the declared blocks {', '.join(idle)} are not called in the trial, or only without gradients"
         fix = (
             "declare modules whose forward the model calls on every batch, not modules of which "

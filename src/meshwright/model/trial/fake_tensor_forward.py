@@ -165,8 +165,8 @@ def _run_trial(
     )
     handles = [block.register_forward_pre_hook(hear_inputs, with_kwargs=True) for block in blocks.values()]
     handles += layer_ranges.attach_hooks(module, layers)  # before the use is recorded
-    findings.vocab_flow, sizes = VocabFlow(module, layers), ValueDependentSizes()
-    vocab_flow = findings.vocab_flow
+    vocab_flow, sizes = VocabFlow(module, layers), ValueDependentSizes()
+    findings.vocab_flow = vocab_flow
     for name in layers:
         layer = module.get_submodule(name)
         handles.append(layer.register_forward_pre_hook(partial(_enter_layer, vocab_flow, name)))
@@ -191,9 +191,8 @@ def _run_trial(
     findings.outputs, findings.table_uses = outputs, tables.uses
     findings.output_graphs = output_graphs(outputs, forward_pass, final_call)
     findings.untracked_write_lines = observer.untracked_writes.lines
-    findings.written_buffers = [
-        name for name, now in _buffer_versions(module).items() if now != versions_before.get(name)
-    ]
+    versions = _buffer_versions(module)
+    findings.written_buffers = [name for name in versions if versions[name] != versions_before.get(name)]
     findings.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
     block_outputs = [[leaf for _, leaf in each.outputs] for each in forward_pass.block_calls.values()]
     findings.output_numel = [sum(leaf.numel() for leaf in found) // PROBE_BATCH for found in block_outputs]
