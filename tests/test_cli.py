@@ -51,9 +51,10 @@ def test_help_names_the_commands_and_needs_no_torch():
 
 def test_a_run_says_what_it_did_and_where_everything_lies(left_alone):
     run, out = left_alone
-    first, second, *_ = out.splitlines()
+    first, data, second, *_ = out.splitlines()
     assert first.startswith("plan ")
     assert f": {STEPS} steps of 12 samples on dp_replicate 2, into {run}" in first
+    assert data.startswith("data  tokenizer bytes, 465 samples, ")
     assert second == "starting from step 0"
     assert f"done: step {STEPS}, loss " in out
     for word, path in {
@@ -66,7 +67,7 @@ def test_a_run_says_what_it_did_and_where_everything_lies(left_alone):
     assert sorted(metrics(run)) == list(range(1, STEPS + 1))
     assert steps_kept(run) == ["step-00000080", "step-00000090", "step-00000100"]
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines()[1:-3])) <= 80
+    assert max(map(len, out.splitlines()[2:-3])) <= 80
 
 
 SHARED = "ranks of this host sum through shared memory"

@@ -80,11 +80,11 @@ def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(
     tmp_path: Path, folder: Path, say
 ):
     config = config_of(tmp_path, str(folder))
-    code, out, err = say("plan", config, "--out", tmp_path / "plan.toml")
+    code, out, err = say("plan", config, "--actions", "--out", tmp_path / "plan.toml")
     assert (code, err) == (0, "")
     folded = " ".join(out.split())
     assert "weights " in folded
-    assert "host memory to load" in folded
+    assert "per rank (parameters, and 16 KiB to read one)" in folded
     assert "to read one)" in folded
     assert say("plan", tmp_path / "plan.toml")[0] == 0
     published(folder, seed=9, vocab_size=256)

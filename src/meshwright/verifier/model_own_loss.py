@@ -9,6 +9,7 @@ twice or never, an auxiliary loss that was dropped, a mean in place of a sum.
 """
 
 from dataclasses import replace
+from warnings import catch_warnings
 
 import torch
 
@@ -52,7 +53,8 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
     module = analyzed.make_module("cpu", torch.float32)[0]
     module.eval()
     raw = {key: value.contiguous() for key, value in raw.items()}  # models take views of their labels
-    with torch.no_grad():
+    # layers that checkpoint themselves warn of a forward without gradients
+    with torch.no_grad(), catch_warnings(action="ignore", category=UserWarning):
         outputs = module(**raw)
         stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight
     returned = returned_loss(outputs)

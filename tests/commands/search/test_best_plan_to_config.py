@@ -81,6 +81,8 @@ def written(found: SearchOutcome, folder: Path) -> tuple[Path, list[str]]:
         str(folder / "run"),
         "--train.steps",
         "2",
+        "--lr_schedule.warmup",
+        "0",
     ]
 
 

@@ -91,7 +91,7 @@ def assert_bitwise_equal_without(
     build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
 ) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
-    analyzed = analyze(build, token_samples(2))
+    analyzed = analyze(build, token_samples(2), loss=token_cross_entropy())
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
     lean, usual = (make_plan(analyzed, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
     assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
@@ -199,7 +199,7 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize("store", ["ddp", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
-    analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2))
+    analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2), loss=token_cross_entropy())
     plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
     assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
         :3
@@ -220,7 +220,9 @@ def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precisio
 def test_submodules_declared_as_blocks_are_selected_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
     analyzed = analyze(
-        lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), token_samples(2)
+        lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]),
+        token_samples(2),
+        loss=token_cross_entropy(),
     )
     plan = make_plan(
         analyzed,
