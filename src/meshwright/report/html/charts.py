@@ -252,7 +252,7 @@ def stacked_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Fi
             y=names,
             orientation="h",
             name=escape(category),
-            marker_color=colour,
+            marker={"color": colour, "line": {"color": GRID_COLOUR, "width": 0.6}},
             hovertemplate=f"{escape(category)}: %{{x:.4g}}<extra>%{{y}}</extra>",
         )
     figure.update_layout(**FIGURE_LAYOUT, barmode="stack", height=80 + 30 * len(names), showlegend=False)

@@ -42,8 +42,9 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); }
 td { vertical-align: top; min-width: 9em; overflow-wrap: anywhere; }
 td:first-child { min-width: 0; overflow-wrap: normal; }
-th { color: var(--faint); font-weight: 500; white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; min-width: 0; }
+th { color: var(--faint); font-weight: 500; vertical-align: bottom; }
+th.number { text-align: right; min-width: 4.5em; }
+td.number { text-align: right; white-space: nowrap; min-width: 0; }
 .note { color: var(--faint); font-size: 13.5px; margin: 6px 0; overflow-wrap: anywhere; }
 .warning { color: var(--warning); }
 code { background: var(--page); padding: 1px 5px; border-radius: 4px; font-size: 13px; }

@@ -40,7 +40,11 @@ from meshwright.report.html.predicted_vs_measured import compare_run, comparison
 from meshwright.report.html.run_summary import plan_difference_table, run_comparison_table, summarize_run
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg
-from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory, sent_by_action
+from meshwright.report.timeline.planned_vs_measured_bytes import (
+    planned_memory,
+    sent_by_action,
+    sort_categories,
+)
 from meshwright.report.timeline.planned_vs_measured_spans import step_timeline
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
@@ -243,7 +247,7 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
                 Program.from_dict({role: actions}), each
             )
     measured = {
-        f"rank {rank} measured": account["memory"]
+        f"rank {rank} measured": sort_categories(account["memory"])
         for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]
         if isinstance(account.get("memory"), Mapping)
     }
@@ -262,8 +266,7 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
 
 def _memory_table(rows: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row per category that has bytes in a column of `rows`; `measured` are the columns of ranks."""
-    parts = dict.fromkeys(part for each in rows.values() for part, nbytes in each.items() if nbytes)
-    order = sorted(parts, key=lambda part: part == "peak")
+    parts = sort_categories({part: nbytes for each in rows.values() for part, nbytes in each.items()})
     notes = []
     if len(rows) > len(measured):
         notes.append(ACTIVATION_NOTE)
@@ -276,9 +279,9 @@ def _memory_table(rows: Mapping[str, Mapping[str, Any]], measured: Mapping[str, 
         [
             (
                 "high-water mark of the process" if part == "peak" else part,
-                *(each.get(part) or None for each in rows.values()),
+                *(each.get(part) for each in rows.values()),
             )
-            for part in order
+            for part in parts
         ],
         note=" ".join(notes),
     )

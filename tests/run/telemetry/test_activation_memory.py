@@ -1,0 +1,109 @@
+"""Activations of a step: what is counted, when it ends, and how close the plan comes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import make_plan
+from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
+from meshwright.run.telemetry.activation_memory import ActivationMemory
+from meshwright.run.telemetry.rank_profile import rank_usage_path
+from meshwright.run.training.train_loop import train_loop
+from meshwright.testing.ranks import run_on_threads
+from tests.tiny_model import TOKENS, VOCABULARY, analyzed_model, executor_of, tiny_job, token_samples
+
+ANALYZED = analyzed_model()
+SAVED = ("output(", "saved activations(")  # what the plan allocates until a backward
+
+
+def trained(module: nn.Module) -> TrainedModule:
+    blocks = dict(module.named_children())
+    return TrainedModule(module, blocks, dict(module.named_parameters()), ANALYZED.model_spec, {})
+
+
+def test_saved_tensors_and_outputs_count_once_and_parameters_do_not():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.ones(16, 4)
+    memory = ActivationMemory()
+    assert memory.peak_nbytes is None
+    with memory.recording(trained(model)):
+        model(inputs).sum().backward()
+    # while Tanh runs: the inputs, its own inputs (freed then), its outputs, which it saves
+    assert memory.peak_nbytes == 4 * 16 * (4 + 8 + 8)
+
+
+def test_memory_that_was_freed_does_not_count():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    once, thrice = ActivationMemory(), ActivationMemory()
+    inputs = torch.ones(16, 4)
+    for memory, times in ((once, 1), (thrice, 3)):
+        with memory.recording(trained(model)):
+            for _ in range(times):
+                model(inputs).sum().backward()
+    assert once.peak_nbytes == thrice.peak_nbytes
+
+
+def test_gradients_are_bit_identical_while_activations_are_measured():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(torch.ones(16, 4)).exp().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    alone = gradients()
+    with ActivationMemory().recording(trained(model)):
+        measured = gradients()
+    assert all(torch.equal(*pair) for pair in zip(alone, measured, strict=True))
+    assert not model[0]._forward_hooks
+
+
+def planned_and_measured(folder: Path, mesh: Mesh, *strategies: Strategy) -> list[tuple[int, int]]:
+    """Of each rank's first step, the planned peak of outputs and saved activations, and the measured one."""
+    job = tiny_job()
+    job = replace(job, train=replace(job.train, steps=2))
+    plan = replace(make_plan(ANALYZED, job, mesh, strategies, 2), run=RunConfig(str(folder)))
+
+    def rank(world) -> int:
+        executor = executor_of(ANALYZED, plan, world)
+        batches = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
+        train_loop(executor, plan, batches, world, lambda: False)
+        executor.close()
+        peak = 0
+        sizes: dict[str, int] = {}
+        for action in executor.plan.actions:
+            sizes |= {each.name: each.nbytes for each in action.allocations if each.name.startswith(SAVED)}
+            peak = max(peak, sum(sizes.values()))
+            for name in action.frees:
+                sizes.pop(name, None)
+        return peak
+
+    planned = run_on_threads(rank, plan.mesh)
+    files = [rank_usage_path(folder, rank) for rank in range(plan.mesh.world_size)]
+    measured = [json.loads(file.read_text())["memory"]["activations"] for file in files]
+    return list(zip(planned, measured, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(), ()),
+        (Mesh(dp_shard=3), (BatchSplit("dp_shard"), ZeRO(stage=3), ActivationCheckpointing())),
+    ],
+    ids=["one device", "gathered parameters and checkpointed blocks"],
+)
+def test_a_run_measures_what_the_plan_says_of_outputs_and_saved_activations(tmp_path, mesh, strategies):
+    log_softmax = 2 * TOKENS * VOCABULARY * 8  # saved by the loss; scratch in the plan
+    for planned, measured in planned_and_measured(tmp_path, mesh, *strategies):
+        assert 0 <= measured - planned - log_softmax < 1000, "beyond that: token ids, labels and masks"
