@@ -91,7 +91,7 @@ def register_weights(app: typer.Typer) -> None:
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="The folder of a run (its run.folder); several are compared."),
+        typer.Argument(metavar="RUNS...", help="The folder of a run (its run.folder); several are compared."),
     ],
     out: Annotated[
         Path | None,

@@ -17,7 +17,7 @@ from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
-from meshwright.run.telemetry.activation_memory import ActivationMemory
+from meshwright.run.telemetry.activation_memory import ActivationRecorder
 from meshwright.run.telemetry.rank_profile import rank_usage_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
@@ -35,7 +35,7 @@ def trained(module: nn.Module) -> TrainedModule:
 def test_saved_tensors_and_outputs_count_once_and_parameters_do_not():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     inputs = torch.ones(16, 4)
-    memory = ActivationMemory()
+    memory = ActivationRecorder()
     assert memory.peak_nbytes is None
     with memory.recording(trained(model)):
         model(inputs).sum().backward()
@@ -45,7 +45,7 @@ def test_saved_tensors_and_outputs_count_once_and_parameters_do_not():
 
 def test_memory_that_was_freed_does_not_count():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    once, thrice = ActivationMemory(), ActivationMemory()
+    once, thrice = ActivationRecorder(), ActivationRecorder()
     inputs = torch.ones(16, 4)
     for memory, times in ((once, 1), (thrice, 3)):
         with memory.recording(trained(model)):
@@ -63,7 +63,7 @@ def test_gradients_are_bit_identical_while_activations_are_measured():
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     alone = gradients()
-    with ActivationMemory().recording(trained(model)):
+    with ActivationRecorder().recording(trained(model)):
         measured = gradients()
     assert all(torch.equal(*pair) for pair in zip(alone, measured, strict=True))
     assert not model[0]._forward_hooks

@@ -26,7 +26,7 @@ from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.pytree import tree_tensors
 
 
-class ActivationMemory:
+class ActivationRecorder:
     """Measures activations inside `recording()`; `peak_nbytes` is None until something was measured."""
 
     def __init__(self) -> None:

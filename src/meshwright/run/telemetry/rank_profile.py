@@ -26,7 +26,7 @@ from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.hardware.device_specs import peak_flops
 from meshwright.plan.plan import Plan
-from meshwright.run.telemetry.activation_memory import ActivationMemory
+from meshwright.run.telemetry.activation_memory import ActivationRecorder
 from meshwright.run.telemetry.atomic_write import replace_file
 from meshwright.run.telemetry.chrome_trace import LoopPhase, StepTracer
 
@@ -48,7 +48,7 @@ class RankUsage:
         folder, first = Path(plan.run.folder), executor.steps_done
         self._path = rank_usage_path(folder, world.rank)
         self._tracer = StepTracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
-        self._activation_memory = ActivationMemory()
+        self._activation_recorder = ActivationRecorder()
         self._step, self._steps = first, 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
@@ -65,7 +65,7 @@ class RankUsage:
         """Context manager around a step: measures its activations, if it is the first."""
         if self._steps:
             return nullcontext()
-        return self._activation_memory.recording(self._executor.state.trained_module)
+        return self._activation_recorder.recording(self._executor.state.trained_module)
 
     @contextmanager
     def timed_phase(self, name: str) -> Iterator[None]:
@@ -117,8 +117,8 @@ class RankUsage:
             for name, total in self._world.ledger.sent_nbytes.items()
         }
         memory = self._executor.memory_by_category()
-        if self._activation_memory.peak_nbytes is not None:
-            memory["activations"] = self._activation_memory.peak_nbytes
+        if self._activation_recorder.peak_nbytes is not None:
+            memory["activations"] = self._activation_recorder.peak_nbytes
         return {
             "rank": self._world.rank,
             "device": device_name(device),
