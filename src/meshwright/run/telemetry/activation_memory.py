@@ -16,13 +16,13 @@ up and is in no mean; other steps pay nothing.
 
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.engine.step.executor import Executor
 from meshwright.model.tensors.pytree import tree_tensors
 
 
@@ -37,20 +37,17 @@ class ActivationRecorder:
         self._lasting: set[int] = set()  # storages of parameters and buffers
 
     @contextmanager
-    def recording(self, trained: TrainedModule) -> Iterator[None]:
-        """Context manager around a step of `trained`: records its activations."""
-        self.peak_nbytes = 0
+    def recording(self, executor: Executor) -> Iterator[None]:
+        """Context manager around a step of `executor`: records its activations."""
+        self.peak_nbytes, trained = 0, executor.state.trained_module
         lasting = [*trained.module.parameters(), *trained.module.buffers(), *trained.parameters.values()]
         self._lasting = {storage._cdata for storage in map(_storage, lasting) if storage is not None}
-        with ExitStack() as stack:
-            for block in trained.blocks.values():
-                stack.callback(block.register_forward_hook(self._note_outputs).remove)
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda saved: saved)
-            stack.enter_context(hooks)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda saved: saved)
+        with executor.observe_block_outputs(self._note_outputs), hooks:
             yield
         self._live.clear()
 
-    def _note_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _note_outputs(self, outputs: Any) -> None:
         for tensor in tree_tensors(outputs):
             self._note(tensor)
 

@@ -65,7 +65,7 @@ class RankUsage:
         """Context manager around a step: measures its activations, if it is the first."""
         if self._steps:
             return nullcontext()
-        return self._activation_recorder.recording(self._executor.state.trained_module)
+        return self._activation_recorder.recording(self._executor)
 
     @contextmanager
     def timed_phase(self, name: str) -> Iterator[None]:
