@@ -175,17 +175,13 @@ class Command:
         return os.pread(self._out.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes below this one that run, by their rank."""
-        found = {}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            self._seen[child.pid] = child
-            try:
-                rank = child.environ().get("RANK")
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-            if rank is not None:
-                found[int(rank)] = child
-        return [found[rank] for rank in sorted(found)]
+        """The ranks that run: the children of this process, in the order in which they were started."""
+        own = psutil.Process(self.process.pid)
+        self._seen |= {child.pid: child for child in own.children(recursive=True)}
+        return sorted(
+            (child for child in own.children() if child.is_running()),
+            key=lambda child: (child.create_time(), child.pid),
+        )
 
     def until(self, happened: Callable[[], bool]) -> None:
         """Return when `happened()`; fail when the command ends before."""

@@ -75,7 +75,7 @@ report_export_import.register_weights(app)
 def main() -> None:
     """Runs the console script."""
     try:
-        app(standalone_mode=True)
+        app(standalone_mode=True, obj=True)  # this process runs one command: it may fork its ranks
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:  # Python's own exit code 1 would read as a negative verdict

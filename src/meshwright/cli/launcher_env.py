@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv, find_launche
 from meshwright.run.launch.network_interfaces import interface_to, loopback_interface, resolve_host
 
 if TYPE_CHECKING:
-    from meshwright.run.launch.local_launcher import LocalLauncher
+    from meshwright.run.launch.local_launcher import LaunchResult, LocalLauncher
+    from meshwright.run.launch.run_folder import Attempt
 
 
 def current_launcher_env() -> LauncherEnv | None:
@@ -89,9 +91,29 @@ def cache_folder() -> Path:
     )
 
 
-def local_launcher() -> "LocalLauncher":
-    """Returns a function that starts `meshwright ARGV...` as `world` local ranks."""
+def local_launcher(*, may_fork: bool = False) -> "LocalLauncher":
+    """Returns a function that starts `meshwright ARGV...` as `world` local ranks.
+
+    With `may_fork`, for a process that runs this command and nothing else, ranks are forks of it where torch
+    is built for CPUs alone: contexts of accelerators do not survive a fork, nor do libraries of macOS.
+    """
     launch_ranks = import_module("meshwright.run.launch.local_launcher").launch_ranks
-    return lambda argv, world, attempt: launch_ranks(
-        ["-m", "meshwright", *argv], world, attempt, dict(os.environ)
-    )
+    torch = import_module("torch")
+    builds = (torch.version.cuda, torch.version.hip, torch.version.xpu)
+    if not may_fork or sys.platform != "linux" or any(builds):
+        return lambda argv, world, attempt: launch_ranks(
+            ["-m", "meshwright", *argv], world, attempt, dict(os.environ)
+        )
+    torch.set_num_threads(1)  # so that no pool of threads starts, which a fork would miss
+    env = {"TOKENIZERS_PARALLELISM": "false", **os.environ}  # what tokenizers do in a fork anyway, and warn
+
+    def fork_ranks(argv: list[str], world: int, attempt: "Attempt") -> "LaunchResult":
+        return launch_ranks([], world, attempt, env, fork_main=partial(_run_as_rank, argv))
+
+    return fork_ranks
+
+
+def _run_as_rank(argv: list[str]) -> None:
+    import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+    sys.argv[1:] = argv
+    import_module("meshwright.cli").main()

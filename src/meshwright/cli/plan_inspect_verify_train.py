@@ -151,7 +151,7 @@ def verify(
                 fix="add --on trace",
                 location="--rank",
             )
-        launcher = local_launcher() if on == "processes" else None
+        launcher = local_launcher(may_fork=bool(context.obj)) if on == "processes" else None
         compare = (
             partial(command.trace, rank=rank) if on == "trace" else partial(command.verify, launcher=launcher)
         )
@@ -178,7 +178,8 @@ def train(
                 rank_env, config, context.args, from_step, partial(stop_flag, received), console
             )
             raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if result.stopped else 0)
-        result = command.train(config, context.args, world, from_step, local_launcher(), console)
+        launcher = local_launcher(may_fork=bool(context.obj))
+        result = command.train(config, context.args, world, from_step, launcher, console)
         show_failure(result)
         raise typer.Exit(result.exit_code)
 

@@ -58,16 +58,17 @@ def for_ever():
 with record_failure(rank, attempt_folder, int(os.environ["MESHWRIGHT_LIFELINE"])) as progress:
 """
 PARENT = """
-import json, os, sys
+import json, os, runpy, sys
 from dataclasses import asdict
 from pathlib import Path
 from meshwright.run.launch.local_launcher import LaunchTimeouts, launch_ranks
 from meshwright.run.launch.run_folder import claim_run_folder
 
-folder = Path(sys.argv[1])
+folder, timeouts = Path(sys.argv[1]), LaunchTimeouts(**json.loads(sys.argv[2]))
 command = [str(folder / "child.py"), str(folder)]
+fork_main = (lambda: runpy.run_path(command[0])) if sys.argv[3] == "forks" else None
 with claim_run_folder(folder) as attempt:
-    outcome = launch_ranks(command, 3, attempt, os.environ, LaunchTimeouts(**json.loads(sys.argv[2])))
+    outcome = launch_ranks(command, 3, attempt, os.environ, timeouts, fork_main)
 (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
 sys.exit(outcome.exit_code)
 """
@@ -108,9 +109,11 @@ def assert_all_ended(pids: list[list[int]]) -> None:
 
 
 class Job:
-    """A parent in a process of its own, which can be sent signals, and all processes below it."""
+    """A parent in a process of its own, which can be sent signals, and all processes below it: `start` says
+    whether the ranks are "forks" or "interpreters".
+    """
 
-    def __init__(self, folder: Path, body: str, limits: LaunchTimeouts | None = None) -> None:
+    def __init__(self, folder: Path, start: str, body: str, limits: LaunchTimeouts | None = None) -> None:
         self.folder = folder
         write_child(folder, body)
         (folder / "parent.py").write_text(PARENT)
@@ -119,6 +122,7 @@ class Job:
             str(folder / "parent.py"),
             str(folder),
             json.dumps(asdict(limits or LaunchTimeouts())),
+            start,
         ]
         # a parent that is killed leaves its store behind: here, in the folder of the test
         self.process = subprocess.Popen(argv, env={**ENV, "TMPDIR": str(folder)}, start_new_session=True)

@@ -30,7 +30,7 @@ from meshwright.model.analysis.sharding_trials import (
     set_training_mode,
     try_splits_on_slices,
 )
-from meshwright.model.blocks.batch_coupling import TableUse
+from meshwright.model.blocks.batch_coupling import TableUse, localize_sync_batch_norm
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
 from meshwright.model.hf.model_from_config import (
     gathers_expert_weights,
@@ -196,6 +196,7 @@ class AnalyzedModel:
             use_eager_experts(module)
         if dtype == torch.float64:
             run_in_float64(module)
+        localize_sync_batch_norm(module)
         return (
             set_training_mode(module),
             get_blocks(module, self.block_names),
@@ -306,6 +307,7 @@ def _build_model_spec(
         saved_numel=tuple(findings.saved_numel),
         requests_checkpointing=loaded_model.requests_checkpointing,
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
+        batch_norm_calls=tuple(findings.batch_norm_calls),
         layer_calls=divisible.calls,
         logits=divisible.logits,
         size_attributes=divisible.size_attributes,

@@ -103,7 +103,7 @@ def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:
     module = analyzed.deferred_init.instantiate()
     diagnostics = [
         *norm_diagnostics(plan, module),
-        *table_diagnostics(plan, module, analyzed.table_uses),
+        *table_diagnostics(plan, analyzed.table_uses),
         *user_checkpoint_diagnostics(plan),
     ]
     raise_diagnostics(

@@ -8,10 +8,11 @@
     buffer write          a forward may write a buffer: a counter, a running mean
 
 A rank, or a microbatch, has some of the samples. Copies of a table that scales itself would diverge,
-gradients would be divided by other counts, and statistics would be those of a part of the batch. Frozen batch
-norms are harmless: in eval mode, with running statistics, every sample is scaled alike; one without running
-statistics uses those of its samples in eval mode too. Microbatches are several forwards, so several steps of
-power iteration, where one device does one.
+gradients would be divided by other counts, and statistics would be those of a part of the batch. Frozen
+batch norms are harmless: in eval mode, with running statistics, every sample is scaled alike; one without
+running statistics uses those of its samples in eval mode too. The strategy sync_batch_norm joins the
+statistics of ranks; it cannot join those of microbatches. Microbatches are several forwards, so several steps
+of power iteration, where one device does one.
 
 A parameter write is the same on all ranks if they have the whole weight and keep it. A master copy in another
 dtype would undo it, and so would shards that are gathered for a use and freed afterwards.
@@ -23,6 +24,7 @@ between ranks.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,22 +36,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.model_spec import block_of
+from meshwright.plan.model_spec.model_spec import BatchNormCall, block_of
 from meshwright.plan.plan import Plan
 
 
-def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Returns the batch norms of `module`, by name, that use the statistics of their batch in training.
-
-    A module in eval mode is set to training as a whole; one in training mode keeps its submodules in eval
-    mode.
+def localize_sync_batch_norm(module: nn.Module) -> None:
+    """Makes each `torch.nn.SyncBatchNorm` of `module` compute as a batch norm of one process: it would
+    communicate by itself, with all ranks, as soon as torch.distributed is initialized.
     """
-    return {
-        name: norm
-        for name, norm in module.named_modules()
-        if isinstance(norm, _BatchNorm)
-        and (norm.training or not module.training or norm.running_mean is None)
-    }
+    for each in module.modules():
+        if isinstance(each, nn.SyncBatchNorm):
+            each.forward = MethodType(_BatchNorm.forward, each)
 
 
 def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
@@ -57,27 +54,34 @@ def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
     it.
     """
     yield from _spectral_norm_diagnostics(plan, module)
-    norms, ranks = batch_coupled_norms(module), plan.mesh.group_size(plan.sharding.grad_sum_axes)
-    if not norms or (ranks == 1 and plan.num_microbatches == 1):
+    yield from _batch_norm_diagnostics(plan)
+
+
+def _batch_norm_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
+    calls, ranks = plan.model_spec.batch_norm_calls, plan.mesh.group_size(plan.sharding.grad_sum_axes)
+    data_ranks = plan.mesh.group_size(plan.sharding.data_axes)
+    if not calls or (ranks == 1 and plan.num_microbatches == 1):
         return
-    parts = f"{ranks} ranks x {plan.num_microbatches} microbatches"
     text = (
-        f"{len(norms)} batch norms ({next(iter(norms))}...) would take statistics of a part of the global "
-        f"batch ({parts})"
+        f"{len(calls)} batch norms ({calls[0].name}...) would take statistics of a part of the global batch "
+        f"({ranks} ranks x {plan.num_microbatches} microbatches)"
     )
-    if any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
-        text += "; SyncBatchNorm communicates outside the plan, and does not join microbatches"
-    if all(norm.running_mean is not None for norm in norms.values()):
-        fix = (
-            "use group or layer norm, freeze them in the factory (model.train(), then norm.eval()), or "
-            "train on one device "
-        )
-    else:
-        fix = (
-            "use group or layer norm (without running statistics they cannot be frozen), or train on one "
-            "device "
-        )
-    yield Diagnostic(text, fix + "with micro_batch = 0", "model")
+    repairs = ["run all samples of a rank at once (micro_batch = 0)"] if plan.num_microbatches > 1 else []
+    if ranks > data_ranks:
+        repairs.append("set mesh.cp = 1")
+    for call in [call for call in calls if not call.has_running_stats][: ranks > 1]:
+        text += f"; {call.name} has no running statistics, and an evaluation takes those of its batch"
+        repairs.append("set track_running_stats=True")
+    for call in [call for call in calls if not call.block_call][: ranks > 1]:
+        text += f"; {call.name} runs between blocks, where nothing can be sent"
+        repairs.append("declare a block around it (Model(blocks=[...]))")
+    if data_ranks > 1 and not plan.sharding.syncs_batch_norm:
+        repairs.append('add [[strategies]] name = "sync_batch_norm"')
+    if repairs:
+        others = "use group or layer norm"
+        if all(call.has_running_stats for call in calls):
+            others += ", or freeze them in the factory (model.train(), then norm.eval())"
+        yield Diagnostic(text, f"{', and '.join(repairs)}; or {others}", "model")
 
 
 def _spectral_norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
@@ -109,14 +113,13 @@ def _is_training_spectral_norm(submodule: nn.Module) -> bool:
     return submodule.training and (hooked or isinstance(submodule, _SpectralNorm))
 
 
-MAX_NORM, GRAD_BY_FREQ, BATCH_NORM, PARAM_WRITE, SPARSE_GRAD = (
+MAX_NORM, GRAD_BY_FREQ, PARAM_WRITE, SPARSE_GRAD = (
     "max_norm",
     "scale_grad_by_freq",
-    "F.batch_norm",
     "write",
     "sparse = True",
 )
-TableUse = tuple[str, str]  # (parameter or location, one of the five kinds)
+TableUse = tuple[str, str]  # (parameter or location, one of the four kinds)
 _LOOKUP_OPS = {  # op -> index of its argument `sparse`
     torch.ops.aten.embedding: 4,
     torch.ops.aten._embedding_bag: 5,
@@ -129,17 +132,19 @@ _FIX = {
         "x * (max_norm / x.norm(dim=-1, keepdim=True)).clamp(max=1)"
     ),
     GRAD_BY_FREQ: "remove it",
-    BATCH_NORM: "use group or layer norm",
 }
 
 
 @dataclass(eq=False)
 class TableUseMode(TorchDispatchMode):
-    """Records, while active, such uses of `parameters` by name; of other tensors, by `current_call()`."""
+    """Records, while active, such uses of `parameters` by name, of other tensors by `current_call()`; and the
+    calls of batch norms.
+    """
 
     parameters: Mapping[str, torch.Tensor]
     current_call: Callable[[], str]
     uses: list[TableUse] = field(default_factory=list)
+    batch_norm_calls: list[BatchNormCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -161,7 +166,7 @@ class TableUseMode(TorchDispatchMode):
         elif (
             packet in _BATCH_NORM_OPS and args[5] and args[0].shape[0] > 1
         ):  # instance norm calls it with one sample, whose rows are channels
-            self._note(args[0], BATCH_NORM)
+            self._note_batch_norm(args[0], args[1], args[3])
         elif (
             packet.__name__.endswith("_")
             and args
@@ -175,16 +180,30 @@ class TableUseMode(TorchDispatchMode):
         use = self._name(table) or f"in {self.current_call() or 'glue'}", how
         self.uses += [] if use in self.uses else [use]
 
+    def _note_batch_norm(
+        self, x: torch.Tensor, weight: torch.Tensor | None, running_mean: torch.Tensor | None
+    ) -> None:
+        block_call = self.current_call()
+        name = "" if weight is None else self._name(weight).rpartition(".")[0]
+        self.batch_norm_calls.append(
+            BatchNormCall(
+                name or f"F.batch_norm in {block_call or 'glue'}",
+                block_call,
+                x.shape[1],
+                running_mean is not None,
+                x.requires_grad,
+            )
+        )
+
     def _name(self, tensor: torch.Tensor) -> str:
         return self._names.get(storage_id(tensor), "") if tensor.layout == torch.strided else ""
 
 
-def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableUse]) -> Iterator[Diagnostic]:
+def table_diagnostics(plan: Plan, table_uses: Sequence[TableUse]) -> Iterator[Diagnostic]:
     """Yields diagnostics of `plan` for `module` with these `table_uses` (parameter or location, kind of
     use).
     """
     tied = {weight.name for weight in plan.model_spec.params if weight.aliases}
-    batched = plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1 or plan.num_microbatches > 1
     parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} microbatches"
     for name, how in table_uses:
         if how == GRAD_BY_FREQ and (plan.mesh.world_size > 1 or plan.num_microbatches > 1):
@@ -198,10 +217,6 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
                 f"is written by the forward, and its master ({_master_dtype(plan)}) would overwrite it at "
                 "the end of a step"
             )
-        elif how == BATCH_NORM and batched and not batch_coupled_norms(module):
-            text = f"{BATCH_NORM} {name} would take statistics of a part of the global batch ({parts})"
-            yield Diagnostic(text, f"{_FIX[how]}; or train on one device with micro_batch = 0", "model")
-            continue
         else:
             if how == PARAM_WRITE:
                 yield from _write_diagnostics(plan, name)

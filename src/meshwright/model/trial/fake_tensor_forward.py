@@ -36,7 +36,7 @@ from meshwright.model.trial.op_counter import FlopCounter
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import ROOT, block_of
+from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, block_of
 
 PROBE_BATCH = 3
 ATTENTION_FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -75,6 +75,7 @@ class TrialFindings:
     saved_storages: list[SavedStorage] = field(default_factory=list)
     user_checkpointed_calls: list[str] = field(default_factory=list)
     table_uses: list[TableUse] = field(default_factory=list)
+    batch_norm_calls: list[BatchNormCall] = field(default_factory=list)
     untracked_write_lines: list[str] = field(default_factory=list)
     output_graphs: list[OutputGraph] = field(default_factory=list)
     outside_generators: tuple[str, ...] = ()
@@ -189,6 +190,7 @@ def _run_trial(
         for handle in handles:
             handle.remove()
     findings.outputs, findings.table_uses = outputs, tables.uses
+    findings.batch_norm_calls = tables.batch_norm_calls
     findings.output_graphs = output_graphs(outputs, forward_pass, final_call)
     findings.untracked_write_lines = observer.untracked_writes.lines
     versions = _buffer_versions(module)

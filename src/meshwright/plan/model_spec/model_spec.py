@@ -138,6 +138,21 @@ class BatchStatistic:
 
 
 @dataclass(frozen=True)
+class BatchNormCall:
+    """One call of a batch norm that takes the statistics of its batch, in the forward of `block_call` ("":
+    between blocks).
+
+    `name` is the module, or the block call if it has no weight.
+    """
+
+    name: str
+    block_call: str
+    num_channels: int
+    has_running_stats: bool = True
+    input_needs_grad: bool = True
+
+
+@dataclass(frozen=True)
 class BatchTensor:
     """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
     dtype.
@@ -209,8 +224,9 @@ class ModelSpec:
     For sharding: `layer_calls` are the calls of layers that can be sharded, in order; `logits` describes a
     vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
-    paths of the residual stream, in order. `loss_saved_numel`: elements per sample that the loss keeps until
-    its backward. `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
+    paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
+    batch, in order. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
+    `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
 
@@ -235,6 +251,7 @@ class ModelSpec:
     size_attributes: tuple[SizeAttribute, ...] = ()
     per_head_inputs: tuple[PerHeadInput, ...] = ()
     residual_flows: tuple[ResidualFlow, ...] = ()
+    batch_norm_calls: tuple[BatchNormCall, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -319,6 +336,7 @@ class ModelSpec:
                 head_input for head_input in self.per_head_inputs if head_input.block not in remote_blocks
             ),
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
+            batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

@@ -33,7 +33,8 @@ class ShardingPlan:
     index 0 reads the samples, computes the loss and updates the parameters for all others.
     `block_calls_by_pp_rank` are the block calls of each rank along pp, which holds their parameters; empty:
     every rank runs all. Stages begin at `split_points`, except for the first one. `sequence_sharding` assigns
-    the tokens of a sample to ranks. The loss computes logits in `num_loss_chunks` chunks of tokens.
+    the tokens of a sample to ranks. With `syncs_batch_norm`, batch norms take the statistics of the samples
+    of all ranks. The loss computes logits in `num_loss_chunks` chunks of tokens.
     `all_ranks` is the plan of all ranks if this is the view of one `coordinate`.
     """
 
@@ -49,6 +50,7 @@ class ShardingPlan:
     block_calls_by_pp_rank: tuple[tuple[str, ...], ...] = ()
     split_points: tuple[str, ...] = ()
     sequence_sharding: SequenceSharding | None = None
+    syncs_batch_norm: bool = False
     num_loss_chunks: int = 1
     all_ranks: "ShardingPlan | None" = None
     coordinate: tuple[tuple[str, int], ...] = field(default=(), compare=False)

@@ -1,6 +1,7 @@
 """Starting ranks: on this machine, under a launcher, and as job files for a scheduler.
 
 cluster_env           rank, world size and master address from the launcher's environment
+forked_process        a rank as a fork of the launching process, which spares it all imports
 failure_record        how a rank failed, written to a file
 parent_death          ends every rank when the launching process is gone
 scheduler_scripts     job files for SLURM, Kubernetes and torchrun

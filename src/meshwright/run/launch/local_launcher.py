@@ -35,13 +35,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.run.launch.failure_record import FailureRecord, describe_failure, failure_path, read_failures
-from meshwright.run.launch.parent_death import lifeline
+from meshwright.run.launch.forked_process import ForkedProcess
+from meshwright.run.launch.parent_death import Lifeline, lifeline
 from meshwright.run.launch.run_folder import Attempt
 from meshwright.run.launch.signals import raise_if_interrupted
 
@@ -123,7 +125,7 @@ class RanksFailed(Exception):
 @dataclass
 class _Rank:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     log: Path | None
     log_start: int = 0
     ended_at: float = 0.0  # on the clock of the records
@@ -147,21 +149,23 @@ def launch_ranks(
     attempt: Attempt,
     env: Mapping[str, str],
     timeouts: LaunchTimeouts | None = None,
+    fork_main: Callable[[], None] | None = None,
 ) -> LaunchResult:
     """Starts `world` processes of `python child_argv...` and returns how they ended; none of them, nor their
     children, is left.
 
     Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store, the lifeline
-    and the folder of the attempt.
+    and the folder of the attempt. With `fork_main` the ranks are forks of this process that call it.
     """
     timeouts = timeouts or LaunchTimeouts()
     ranks: list[_Rank] = []
     raise_if_interrupted()
-    with temporary_folder() as private, lifeline() as lifeline_fd, _signals() as received:
+    with temporary_folder() as private, lifeline() as life, _signals() as received:
         try:
             for rank in range(world):
-                variables = _environment(env, rank, world, private / "store", lifeline_fd, attempt)
-                ranks.append(_start(child_argv, rank, attempt.run_folder, variables, lifeline_fd))
+                variables = _environment(env, rank, world, private / "store", life.read_fd, attempt)
+                start = partial(_fork, fork_main) if fork_main else partial(_execute, child_argv)
+                ranks.append(_start(start, rank, attempt.run_folder, variables, life))
             killed = _watch(ranks, received, timeouts)
         finally:
             for each in ranks:
@@ -186,25 +190,39 @@ def _environment(
     return {**defaults, **env, **{key: str(value) for key, value in places.items()}, **ours}
 
 
-def _start(argv: Sequence[str], rank: int, folder: Path, env: Mapping[str, str], lifeline_fd: int) -> _Rank:
-    def popen(output: BinaryIO | None) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, *argv],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(lifeline_fd,),
-            start_new_session=True,
-        )
+def _execute(
+    argv: Sequence[str], env: Mapping[str, str], life: Lifeline, output: BinaryIO | None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, *argv],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(life.read_fd,),
+        start_new_session=True,
+    )
 
+
+def _fork(
+    main: Callable[[], None], env: Mapping[str, str], life: Lifeline, output: BinaryIO | None
+) -> ForkedProcess:
+    return ForkedProcess(main, env, None if output is None else output.fileno(), (life.write_fd,))
+
+
+StartProcess = Callable[
+    [Mapping[str, str], Lifeline, BinaryIO | None], subprocess.Popen[bytes] | ForkedProcess
+]
+
+
+def _start(start: StartProcess, rank: int, folder: Path, env: Mapping[str, str], life: Lifeline) -> _Rank:
     if rank == 0:
-        return _Rank(rank, popen(None), None)
+        return _Rank(rank, start(env, life, None), None)
     log = folder / "logs" / f"rank-{rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        start = output.tell()  # before the rank moves it
-        return _Rank(rank, popen(output), log, start)
+        log_start = output.tell()  # before the rank moves it
+        return _Rank(rank, start(env, life, output), log, log_start)
 
 
 def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeouts) -> tuple[int, ...]:

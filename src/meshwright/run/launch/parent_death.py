@@ -10,14 +10,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Lifeline(NamedTuple):
+    """The ends of the pipe: the ranks read, and only the launching process keeps the other end."""
+
+    read_fd: int
+    write_fd: int
 
 
 @contextmanager
-def lifeline() -> Iterator[int]:
-    """Yields the read end of a pipe for the ranks; the other end closes with this process, or on exit."""
+def lifeline() -> Iterator[Lifeline]:
+    """Yields the pipe for the ranks; its write end closes with this process, or on exit."""
     read_fd, write_fd = os.pipe()
     try:
-        yield read_fd
+        yield Lifeline(read_fd, write_fd)
     finally:
         os.close(write_fd)
         os.close(read_fd)
