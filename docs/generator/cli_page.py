@@ -99,15 +99,19 @@ def _type(annotation: Any) -> str:
     return names.get(annotation.__name__, annotation.__name__)
 
 
+def _argument_text(argument: Parameter) -> str:
+    return argument.name.upper() + ("..." if argument.kind.endswith("repeated") else "")
+
+
 def _section(command: Command) -> Iterator[str]:
-    words = " ".join(each.name.upper() for each in command.arguments)
+    words = " ".join(map(_argument_text, command.arguments))
     usage = f"meshwright {command.name} {words}".rstrip() + (" [OPTIONS]" if command.options else "")
     yield from (f"## {command.name}", "", "```text", usage, "```", "")
     if command.help:
         yield from (markdown(command.help), "")
     if command.arguments:
         yield from ("| argument | meaning |", "| --- | --- |")
-        yield from (f"| `{each.name.upper()}` | {cell(each.help)} |" for each in command.arguments)
+        yield from (f"| `{_argument_text(each)}` | {cell(each.help)} |" for each in command.arguments)
         yield ""
     if command.options:
         yield from ("| option | type | default | meaning |", "| --- | --- | --- | --- |")

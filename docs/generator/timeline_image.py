@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 
 def bars(page: str) -> list[Bar]:
     """Returns the events of the timeline in a report's HTML."""
-    start = page.index("Plotly.newPlot(", page.index("<h2>One step"))
+    start = page.index("Plotly.newPlot(", page.index("<h2>Timeline of a step"))
     traces, _ = json.JSONDecoder().raw_decode(page[page.index("[", start) :])
     return [bar for trace in traces for bar in _of_trace(trace)]
 

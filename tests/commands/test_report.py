@@ -30,6 +30,17 @@ def test_two_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, folder, 
     assert f"<h1>{folder} and {tmp_path / 'one'}</h1>" in (tmp_path / "page.html").read_text()
 
 
+def test_several_runs_are_compared_on_the_page_and_on_the_terminal(tmp_path, folder, capsys):
+    for name in ("two", "three"):
+        shutil.copytree(folder, tmp_path / name)
+    page = tmp_path / "page.html"
+    code, out, _ = invoke(capsys, "report", folder, tmp_path / "two", tmp_path / "three", "--out", page)
+    assert code == 0
+    assert "tokens/s" in out
+    assert all(any(line.startswith(name) for line in out.splitlines()) for name in ("one", "two", "three"))
+    assert "<h1>one, two and three</h1>" in page.read_text()
+
+
 def test_what_is_no_run_is_refused_in_words(tmp_path, folder, capsys):
     code, out, err = invoke(capsys, "report", tmp_path)
     assert (code, out) == (2, "")

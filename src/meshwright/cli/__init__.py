@@ -6,7 +6,7 @@
     meshwright search  MODEL --devices 64 --hardware h100 --batch 1024 [--set tp=8]
     meshwright verify  PLAN.toml
     meshwright train   PLAN.toml
-    meshwright report  RUN [RUN2]
+    meshwright report  RUN [RUN2 ...]
     meshwright launch  PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
     meshwright bench   network | device

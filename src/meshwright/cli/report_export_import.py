@@ -89,17 +89,18 @@ def register_weights(app: typer.Typer) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run: its run.folder.")],
-    other: Annotated[
-        Path | None, typer.Argument(metavar="[RUN2]", help="Another run to compare with.")
-    ] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNS...", help="The folder of a run (its run.folder); several are compared."),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Write the page here (default: report.html in the run's folder).")
+        Path | None,
+        typer.Option(help="Write the page here (default: report.html in the folder of the first run)."),
     ] = None,
 ) -> None:
     """Write one self-contained HTML file: loss curves, the timeline of a step, memory, bytes, the plan."""
     with exit_on_error():
-        path, comparison = import_command("report").write_report(run, other, out)
+        path, comparison = import_command("report").write_report(runs, out)
         if comparison is not None:
             console.print(comparison)
         console.print(f"report written to {path}", soft_wrap=True)

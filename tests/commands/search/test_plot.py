@@ -2,6 +2,7 @@
 cost model.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,9 @@ def test_the_page_needs_no_network_and_says_why(tmp_path: Path):
     assert "configurations were estimated" in text
     assert "<svg" in text
     assert "<script src" not in text
+    legend = re.findall(r'<li><i style="background: (#\w+)"></i>([^<]+)</li>', text)
+    assert {"computation", "data-parallel communication", "pipeline bubble"} <= {name for _, name in legend}
+    assert len({colour for colour, _ in legend}) == len(legend), "every category has its own colour"
     write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=1",))), path)
     assert "The first configuration has no pipeline." in path.read_text()
 

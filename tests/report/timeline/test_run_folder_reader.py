@@ -1,6 +1,7 @@
 """Reading a run's folder: of a killed, a running or an incomplete run; other folders are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -98,12 +99,19 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
 
 def test_two_plans_differ_in_what_was_changed_and_not_in_their_folders(tmp_path, folder):
     other = train_small_run(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
-    found = {
-        key: (mine, theirs)
-        for key, mine, theirs in plan_differences(read_run_record(folder), read_run_record(other))
-    }
+    found = dict(plan_differences([read_run_record(folder), read_run_record(other)]))
     assert found["optimizer.lr"] == ("0.01", "0.5")
     assert found["mesh.dp_replicate"] == ("3", "1")
     assert found["strategies.ddp.axis"] == ("dp_replicate", "(not set)")
     assert not {"run.folder", "plan_hash", "train.batch"} & set(found)
-    assert plan_differences(read_run_record(folder), read_run_record(folder)) == []
+    assert plan_differences([read_run_record(folder), read_run_record(folder)]) == []
+
+
+def test_a_key_in_which_one_of_three_plans_differs_is_listed_with_all_three_values(tmp_path):
+    records = [
+        replace(
+            with_metrics(tmp_path, {"step": 1, "loss": 3.0}), settings={"optimizer.lr": lr, "train.seed": 0}
+        )
+        for lr in (0.1, 0.1, 0.2)
+    ]
+    assert plan_differences(records) == [("optimizer.lr", ("0.1", "0.1", "0.2"))]

@@ -28,7 +28,9 @@ def test_evaluations_come_every_few_steps_and_at_the_end(tmp_path):
     for ended in small_run.play():
         assert (ended.step, ended.stopped, ended.stop_reason) == (11, False, "")
     assert list(small_run.lines("evaluation")) == [3, 6, 9, 11]
-    assert small_run.lines("evaluation")[3].keys() == {"kind", "step", "loss", "perplexity", "tokens"}
+    evaluation = small_run.lines("evaluation")[3]
+    assert evaluation.keys() == {"kind", "step", "loss", "perplexity", "tokens", "seconds"}
+    assert evaluation["seconds"] > 0
     rare = replace(small_run, folder=tmp_path / "rare", evaluate=EvalConfig(hold_out=7, every=0))
     rare.play()
     assert list(rare.lines("evaluation")) == [11]

@@ -10,7 +10,7 @@ they introduce, from the parts of a rank that they receive (`plan.strategy_inter
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -55,7 +55,7 @@ from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
-from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, OutputObserver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
@@ -310,6 +310,10 @@ class Executor:
     def memory_by_category(self) -> dict[str, int]:
         """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""
         return memory_by_category(self.state, self.flat_params, self.optimizers, self._update)
+
+    def observe_block_outputs(self, observer: OutputObserver) -> AbstractContextManager[None]:
+        """Context manager: calls `observer(outputs)` after each block that a step runs forward."""
+        return self._driver.use_output_observer(observer)
 
     def close(self) -> None:
         """Restores the module's own forwards."""

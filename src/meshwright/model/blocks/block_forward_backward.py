@@ -48,6 +48,7 @@ BeforeBlock = Callable[[str], bool | None]  # called with the block call; True: 
 BlockInterceptor = Callable[
     [str, Callable[..., Any], Any, Any], Any
 ]  # (block, its run, args, kwargs) -> its outputs
+OutputObserver = Callable[[Any], None]  # called with the outputs of a block
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class ForwardDriver:
         self._pass: ForwardPass | None = None
         self._pre_block_hook: Callable[[str], None] | None = None
         self._interceptor: BlockInterceptor | None = None
+        self._observer: OutputObserver | None = None
         self._own_forwards = {name: block.__dict__.get("forward") for name, block in self._blocks.items()}
         for name, block in self._blocks.items():
             block.forward = partial(self._enter_block, name, block.forward)
@@ -136,6 +138,16 @@ class ForwardDriver:
             yield
         finally:
             self._interceptor = None
+
+    @contextmanager
+    def use_output_observer(self, observer: OutputObserver) -> Iterator[None]:
+        """Context manager: calls `observer(outputs)` after each block of a forward pass."""
+        # not a forward hook of the blocks: a stage whose blocks have hooks is not replayed
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     def skip_call(self, name: str) -> None:
         """Counts a call of the block `name` that is not made; later calls keep their names."""
@@ -253,8 +265,9 @@ class ForwardDriver:
             self._pass = running_pass
         block_call.checkpoint = None
 
-    @staticmethod
-    def _run_block(forward_pass: ForwardPass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_block(
+        self, forward_pass: ForwardPass, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         forward_pass.in_block = True
         try:
             outputs = forward(*args, **kwargs)
@@ -262,6 +275,8 @@ class ForwardDriver:
             forward_pass.in_block = False
         if forward_pass.after_block is not None:
             forward_pass.after_block()
+        if self._observer is not None:
+            self._observer(outputs)
         return outputs
 
     def _cut_captured_outputs(

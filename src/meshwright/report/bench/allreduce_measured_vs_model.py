@@ -14,10 +14,10 @@ from meshwright.comm.tuning.choose_size_rule import choose_rule, predict_all_red
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.html.charts import FIGURE_LAYOUT
-from meshwright.report.html.page_elements import html_document
+from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
 from meshwright.report.table import Column, Table
 
-PALETTE = ("#18181b", "#2563eb", "#ea580c", "#10b981", "#8b5cf6", "#dc2626", "#14b8a6", "#a16207", "#db2777")
+PALETTE = ("#64748b", "#2563eb", "#ea580c", "#10b981", "#8b5cf6", "#dc2626", "#14b8a6", "#a16207", "#db2777")
 MODEL_LABEL = "model alone"
 
 
@@ -91,11 +91,11 @@ def network_page(cluster: Cluster, version: str) -> str:
         "chooses by these.",
         *(escape(str(choose_rule(cluster, ranks))) for ranks in cluster.ranks),
     ]
-    body = "".join(f"<p>{note}</p>" for note in notes)
-    figure = network_figure(cluster).to_html(full_html=False, include_plotlyjs=False, div_id="links")
-    style = "body { font: 15px/1.5 system-ui, sans-serif; margin: 24px; color: #27272a; }"
-    end = f"<p>Written by meshwright {escape(version)}. This file needs no network.</p>"
-    return html_document("All-reduce: measured and model", style, f"<h1>All-reduce</h1>{body}{figure}{end}")
+    body = "".join(map(note, notes))
+    end = note(f"Written by meshwright {escape(version)}. This file needs no network.")
+    drawn = section("Measured and model", body, figure_html(network_figure(cluster), "links", toolbar=True))
+    page = f"<header><h1>All-reduce</h1></header><main>{drawn}{end}</main>"
+    return html_document("All-reduce: measured and model", PAGE_STYLE, page)
 
 
 def network_figure(cluster: Cluster) -> go.Figure:
@@ -138,6 +138,7 @@ def network_figure(cluster: Cluster) -> go.Figure:
                 col=1,
             )
     figure.update_layout(**FIGURE_LAYOUT, height=120 + 420 * panels)
+    figure.update_layout(legend={"orientation": "h", "y": -0.1, "yanchor": "top"})
     figure.update_xaxes(type="log", title_text="bytes")
     figure.update_yaxes(type="log", title_text="seconds")
     return figure

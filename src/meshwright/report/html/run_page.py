@@ -1,12 +1,14 @@
-"""Writes the report on one run, or on two side by side, as one HTML file that needs no network.
+"""Writes the report on one run, or on several that are compared, as one HTML file that needs no network.
 
-    what differs            two runs only: the keys in which their plans differ
+    head                    one run only: duration, ranks, tokens, speed, the best evaluation
+    runs                    several runs only: the same numbers as a table, and the keys in which plans differ
     curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
                             step
     per run, in a column    the plan, predicted and measured values, time by category, the timeline of a
                             step, memory, bytes, versions and machine
 
-Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it.
+Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it. What
+takes no bytes has no row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +18,35 @@ from typing import Any
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.program import Program
-from meshwright.report.html.charts import curves_figure, stacked_figure, timeline_figure
-from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
+from meshwright.report.html.charts import (
+    MAX_POINTS,
+    OPTIONAL_PANELS,
+    PANELS,
+    curve_figures,
+    run_colour,
+    stacked_figure,
+    timeline_figure,
+)
+from meshwright.report.html.page_elements import (
+    PAGE_STYLE,
+    fact_list,
+    figure_html,
+    html_document,
+    legend_html,
+    note,
+    section,
+)
 from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
+from meshwright.report.html.run_summary import plan_difference_table, run_comparison_table, summarize_run
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg
-from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory, sent_by_action
+from meshwright.report.timeline.planned_vs_measured_bytes import (
+    planned_memory,
+    sent_by_action,
+    sort_categories,
+)
 from meshwright.report.timeline.planned_vs_measured_spans import step_timeline
-from meshwright.report.timeline.run_folder_reader import RunRecord, plan_differences
+from meshwright.report.timeline.run_folder_reader import RunRecord
 
 MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
 NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to time every action of some steps."
@@ -37,20 +60,37 @@ SCHEDULE_NOTE = (
 )
 
 
+ACTIVATION_NOTE = (
+    "Planned activations are the outputs of blocks, what blocks save for their backward, and scratch memory "
+    "of the loss and of one backward."
+)
+MEASURED_ACTIVATION_NOTE = (
+    "Measured ones are the most at any moment of the first step of the last start, without scratch memory. "
+    "The other categories are measured between two steps, so the sum of a rank is at no single moment."
+)
+
+
 def run_page(records: Sequence[RunRecord], version: str) -> str:
-    """Returns the report on one or two runs as the text of an HTML file; `version` is that of meshwright."""
-    pair = len(records) == 2
-    title = " and ".join(escape(record.name) for record in records)
+    """Returns the report on one or several runs as the text of an HTML file.
+
+    `version` is that of meshwright.
+    """
+    several = len(records) > 1
+    names = [escape(record.name) for record in records]
+    title = " and ".join([", ".join(names[:-1]), names[-1]] if several else names)
     rows = zip(
-        *(_run_sections(record, place, pair=pair) for place, record in enumerate(records)), strict=True
+        *(_run_sections(record, place, several=several) for place, record in enumerate(records)), strict=True
     )
-    columns = "".join(f'<div class="columns {"two" if pair else "one"}">{"".join(row)}</div>' for row in rows)
-    headline = " &middot; ".join(_run_headline(record, pair=pair) for record in records)
+    kind = ("one", "two", "three")[min(len(records), 3) - 1]
+    columns = "".join(f'<div class="columns {kind}">{_cells(row)}</div>' for row in rows if any(row))
+    head = (
+        "" if several else f"<p>{_run_headline(records[0])}</p>{fact_list(summarize_run(records[0]).facts())}"
+    )
     body = [
-        f"<header><h1>{title}</h1><p>{headline}</p></header>",
-        f'<main class="{"pair" if pair else "one"}">',
-        _plan_differences(*records) if pair else "",
-        section("Curves", figure_html(curves_figure(records), "curves"), _thinning_note(records)),
+        f"<header><h1>{title}</h1>{head}</header>",
+        f'<main class="{"several" if several else "one"}">',
+        _run_comparison(records) if several else "",
+        section("Curves", *_curves(records)),
         columns,
         note(f"Written by meshwright {escape(version)}. This file needs no network."),
         "</main>",
@@ -58,44 +98,62 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
     return html_document(title, PAGE_STYLE, "".join(body))
 
 
-def _run_sections(record: RunRecord, place: int, *, pair: bool) -> Iterator[str]:
-    """The sections on one run, the same for each, so that two runs can be compared side by side."""
-    yield f'<h3 class="run-{place}">{escape(record.name)}</h3>' if pair else ""
+def _run_sections(record: RunRecord, place: int, *, several: bool) -> Iterator[str]:
+    """The sections on one run, the same for each, so that runs can be compared side by side; "": none."""
+    name = f": {_run_label(record, place)}" if several else ""
     notes = "".join(note(escape(text), "note warning") for text in record.notes)
-    yield section("Notes", notes) if notes else "<div></div>"
-    yield section("The plan", _plan_summary(record))
-    yield section("Predicted and measured", *_prediction_section(record))
-    yield section("Time by category", *_time_section(record, place))
-    yield section("Timeline of a step", *_timeline_section(record, place))
+    yield section(f"Notes{name}", notes) if notes else ""
+    yield section(f"The plan{name}", _plan_summary(record))
+    yield section(f"Predicted and measured{name}", *_prediction_section(record))
+    yield section(f"Time by category{name}", *_time_section(record, place))
+    yield section(f"Timeline of a step{name}", *_timeline_section(record, place))
     drawn = schedule_svg(record)
     parts = f'<div class="wide">{drawn}</div>', note(SCHEDULE_NOTE)
-    yield section("Pipeline schedule", *parts) if drawn else "<div></div>"
-    yield section("Memory per rank", *_memory_section(record, place))
-    yield section("Bytes by action, per rank and step", _nbytes_section(record))
-    yield section("Versions and machine", _machine_section(record))
+    yield section(f"Pipeline schedule{name}", *parts) if drawn else ""
+    yield section(f"Memory per rank{name}", *_memory_section(record, place))
+    yield section(f"Bytes by action, per rank and step{name}", _nbytes_section(record))
+    yield section(f"Versions and machine{name}", _machine_section(record))
 
 
-def _run_headline(record: RunRecord, *, pair: bool) -> str:
-    name = f"{escape(record.name)}: " if pair else ""
+def _cells(sections: Sequence[str]) -> str:
+    """The sections of all runs in one row of the page; an empty place for a run that has none."""
+    return "".join(each or "<div></div>" for each in sections)
+
+
+def _run_label(record: RunRecord, place: int) -> str:
+    return f'<span style="color: {run_colour(place)}">{escape(record.name)}</span>'
+
+
+def _run_headline(record: RunRecord) -> str:
     if not record.steps:
-        return f"{name}no step yet"
+        return "no step yet"
     last, steps = record.steps[-1], record.settings.get("train.steps")
     of = f" of {steps:,}" if isinstance(steps, int) else ""
     mark = f"plan {escape(str(record.run_info['hash']))}, " if "hash" in record.run_info else ""
-    return f"{name}{mark}step {last['step']:,}{of}, loss {_number(last.get('loss'))}"
+    return f"{mark}step {last['step']:,}{of}, loss {_number(last.get('loss'))}"
 
 
-def _plan_differences(one: RunRecord, other: RunRecord) -> str:
-    differences = plan_differences(one, other)
-    if not differences:
-        return section("What differs", note("Nothing: the two plans are the same."))
-    table = Table(["key", one.name, other.name], differences)
-    return section("What differs", f'<div class="differences">{table.html()}</div>')
+def _run_comparison(records: Sequence[RunRecord]) -> str:
+    differences = plan_difference_table(records)
+    return section("Runs", run_comparison_table(records).html()) + section(
+        "What differs",
+        note("Nothing: the plans are the same.") if differences is None else differences.html(),
+    )
 
 
-def _thinning_note(records: Sequence[RunRecord]) -> str:
+def _curves(records: Sequence[RunRecord]) -> Iterator[str]:
+    if len(records) > 1:
+        labels = (_run_label(record, place) for place, record in enumerate(records))
+        yield f'<div class="runs">{"".join(labels)}</div>'
+    titles = PANELS | OPTIONAL_PANELS
+    panels = {
+        key: f"<h3>{titles[key]}</h3>{figure_html(figure, f'curve-{key}', toolbar=key == 'loss')}"
+        for key, figure in curve_figures(records).items()
+    }
+    yield panels.pop("loss")
+    yield f'<div class="panels">{"".join(f"<div>{panel}</div>" for panel in panels.values())}</div>'
     most = max(len(record.steps) for record in records)
-    return note(f"Of {most:,} steps, evenly chosen ones are drawn." if most > 4000 else "")
+    yield note(f"Of {most:,} steps, evenly chosen ones are drawn." if most > MAX_POINTS else "")
 
 
 def _plan_summary(record: RunRecord) -> str:
@@ -106,7 +164,7 @@ def _plan_summary(record: RunRecord) -> str:
             for key, value in record.settings.items()
             if key.startswith(("model.", "mesh.", "train.", "strategies"))
         }
-    return Table.of_pairs(words).html()
+    return Table.of_pairs({key: value for key, value in words.items() if value != "0 B"}).html()
 
 
 def _time_section(record: RunRecord, place: int) -> tuple[str, ...]:
@@ -132,7 +190,8 @@ def _time_section(record: RunRecord, place: int) -> tuple[str, ...]:
                 rows[f"rank {rank}"] = {part: 1e3 * seconds[part] / account["steps"] for part in seconds}
     if not rows:
         return (note(f"The run has not recorded its time by category. {NO_TRACE_HINT}"),)
-    return figure_html(stacked_figure(rows, "milliseconds per step"), f"time-{place}"), note(text)
+    figure = stacked_figure(rows, "milliseconds per step")
+    return legend_html(figure), figure_html(figure, f"time-{place}"), note(text)
 
 
 def _prediction_section(record: RunRecord) -> tuple[str, ...]:
@@ -172,7 +231,9 @@ def _timeline_section(record: RunRecord, place: int) -> tuple[str, ...]:
         texts.append(
             f"{timeline.num_hidden_ranks} more ranks are not drawn; the folder of the run has their traces."
         )
-    return figure_html(timeline_figure(timeline), f"timeline-{place}"), *map(note, texts)
+    figure = timeline_figure(timeline)
+    drawn = f'<div class="wide timeline">{figure_html(figure, f"timeline-{place}", toolbar=True)}</div>'
+    return legend_html(figure), drawn, *map(note, texts)
 
 
 def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
@@ -185,9 +246,12 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
             rows[f"{name}, at its peak"], rows[f"{name}, peak of each category"] = planned_memory(
                 Program.from_dict({role: actions}), each
             )
-    for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
-        if isinstance(account.get("memory"), Mapping):
-            rows[f"rank {rank}"] = account["memory"]
+    measured = {
+        f"rank {rank} measured": sort_categories(account["memory"])
+        for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]
+        if isinstance(account.get("memory"), Mapping)
+    }
+    rows |= measured
     if not rows:
         return (note("The run has not recorded its memory."),)
     drawn = {
@@ -195,8 +259,22 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
         for name, parts in rows.items()
         if not name.endswith("planned, peak of each category")  # these peaks are at different moments
     }
-    parts = dict.fromkeys(part for each in rows.values() for part in each)
-    table = Table(
+    figure = stacked_figure(drawn, "MiB")
+    table = _memory_table(rows, measured).html()
+    return legend_html(figure), figure_html(figure, f"memory-{place}"), table
+
+
+def _memory_table(rows: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row per category that has bytes in a column of `rows`; `measured` are the columns of ranks."""
+    parts = sort_categories({part: nbytes for each in rows.values() for part, nbytes in each.items()})
+    notes = []
+    if len(rows) > len(measured):
+        notes.append(ACTIVATION_NOTE)
+    if any("activations" in each for each in measured.values()):
+        notes.append(MEASURED_ACTIVATION_NOTE)
+    elif measured:
+        notes.append("The run has not measured its activations.")
+    return Table(
         ["", *(Column(name, format_nbytes) for name in rows)],
         [
             (
@@ -205,14 +283,12 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
             )
             for part in parts
         ],
-        note="Planned activations are the outputs of blocks; what a block saves inside for its backward is "
-        "not in the plan.",
+        note=" ".join(notes),
     )
-    return figure_html(stacked_figure(drawn, "MiB"), f"memory-{place}"), table.html()
 
 
 def _nbytes_section(record: RunRecord) -> str:
-    actions = sent_by_action(record)
+    actions = [each for each in sent_by_action(record) if each.planned or each.measured]
     if not actions:
         return note("Nothing is sent: the run has one rank, or has not recorded its program.")
     return Table(

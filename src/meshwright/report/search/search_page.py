@@ -16,9 +16,17 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate
-from meshwright.report.html.charts import FIGURE_LAYOUT, stacked_figure
-from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
+from meshwright.report.html.charts import FIGURE_LAYOUT, SERIES_COLOURS, stacked_figure
+from meshwright.report.html.page_elements import (
+    PAGE_STYLE,
+    figure_html,
+    html_document,
+    legend_html,
+    note,
+    section,
+)
 from meshwright.report.search.search_result import TIME_CATEGORIES, category_seconds, config_text, to_gib
+from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import gantt_svg
 from meshwright.report.timeline.gantt_text import DrawingUnits
 
@@ -42,13 +50,17 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
     for points, look in (
         (
             candidates,
-            {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "configurations"},
+            {
+                "mode": "markers",
+                "marker": {"color": SERIES_COLOURS[0], "size": 7, "opacity": 0.6},
+                "name": "configurations",
+            },
         ),
         (
             front,
             {
                 "mode": "lines+markers",
-                "marker": {"color": "#ea580c", "size": 9},
+                "marker": {"color": SERIES_COLOURS[1], "size": 9},
                 "name": "Pareto front",
             },
         ),
@@ -60,7 +72,9 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
             hovertemplate=hover,
             **look,
         )
-    figure.update_layout(**FIGURE_LAYOUT, height=460, legend={"orientation": "h", "y": 1.08})
+    figure.update_layout(
+        **FIGURE_LAYOUT, height=460, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"}
+    )
     figure.update_xaxes(title_text="GiB on the rank that uses most", rangemode="tozero")
     figure.update_yaxes(title_text="seconds of a step", rangemode="tozero")
     return figure
@@ -78,15 +92,17 @@ def search_page(
         f"global batch {request.batch:,} samples"
     )
     seconds_by_config = {
-        f"{number}. {config_text(each)}": {
-            text: category_seconds(each, category) for category, text in TIME_CATEGORIES.items()
-        }
+        f"{number}.": {text: category_seconds(each, category) for category, text in TIME_CATEGORIES.items()}
         for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
     }
-    times = stacked_figure(
-        {escape(row): parts for row, parts in seconds_by_config.items()}, "seconds of a step"
+    times = stacked_figure(seconds_by_config, "seconds of a step")
+    configurations = Table(
+        ["", "configuration", Column("seconds of a step", "{:.3g}"), Column("GiB", "{:.1f}")],
+        [
+            (f"{number}.", config_text(each), each.seconds, to_gib(each.memory.total))
+            for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
+        ],
     )
-    times.update_layout(margin_l=430)
     schedule = (
         gantt_svg({"the first configuration": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes))
         if spans
@@ -100,8 +116,10 @@ def search_page(
         drawn = note("The first configuration has no pipeline.")
     body = [
         f"<header><h1>{title}</h1></header><main>",
-        section("Step time and memory", figure_html(pareto_figure(candidates), "pareto")),
-        section("Step time by category", figure_html(times, "seconds")),
+        section("Step time and memory", figure_html(pareto_figure(candidates), "pareto", toolbar=True)),
+        section(
+            "Step time by category", legend_html(times), figure_html(times, "seconds"), configurations.html()
+        ),
         section("Pipeline schedule", drawn),
         section("Reasons", *(note(escape(line)) for line in reasons)),
         "</main>",

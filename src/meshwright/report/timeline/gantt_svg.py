@@ -61,8 +61,9 @@ def gantt_svg(
     body += _legend(schedules, y + 4)
     height = y + LEGEND
     frame = f'width="{width}" height="{height:g}" viewBox="0 0 {width} {height:g}"'
-    look = 'font-family="system-ui, sans-serif" font-size="11" fill="#27272a"'
-    ground = f'<rect width="{width}" height="{height:g}" fill="white"/>'
+    # the colours of the page around it, if it has some: a report may be dark
+    look = 'font-family="system-ui, sans-serif" font-size="11" style="fill: var(--text, #27272a)"'
+    ground = f'<rect width="{width}" height="{height:g}" style="fill: var(--card, white)"/>'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {look}>{ground}{"".join(body)}</svg>\n'
 
 

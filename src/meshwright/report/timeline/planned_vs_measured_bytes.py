@@ -70,7 +70,7 @@ def planned_memory(
             for name in (name for name in action.frees if name not in again):
                 kind, nbytes = sizes.pop(name, ("", 0))
                 now[kind] -= nbytes
-    return _sort_categories({**state_nbytes, **peak}), _sort_categories({**state_nbytes, **most})
+    return sort_categories({**state_nbytes, **peak}), sort_categories({**state_nbytes, **most})
 
 
 def memory_category(name: str) -> str:
@@ -79,7 +79,8 @@ def memory_category(name: str) -> str:
     return CATEGORY_OF_ALLOCATION.get(word, word)
 
 
-def _sort_categories(found: Mapping[str, int]) -> dict[str, int]:
+def sort_categories(found: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes by category in the order of CATEGORY_ORDER, without categories of 0 bytes."""
     return {
         key: found[key]
         for key in (*CATEGORY_ORDER, *sorted(set(found) - set(CATEGORY_ORDER)))

@@ -13,7 +13,7 @@ Missing or damaged files become notes.
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,17 +71,15 @@ def read_run_record(folder: Path) -> RunRecord:
     )
 
 
-def plan_differences(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    """Returns the keys in which two plans differ, each with both values.
+def plan_differences(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns the keys in which the plans of `records` differ, each with the value in every plan.
 
     Without names of places and files.
     """
     skipped = ("plan_hash", "version", "run.folder")
-    keys = dict.fromkeys([*first.settings, *second.settings])
-    found = [(key, first.settings.get(key), second.settings.get(key)) for key in keys if key not in skipped]
-    return [
-        (key, _format_value(mine), _format_value(theirs)) for key, mine, theirs in found if mine != theirs
-    ]
+    keys = dict.fromkeys(key for record in records for key in record.settings if key not in skipped)
+    found = {key: tuple(_format_value(record.settings.get(key)) for record in records) for key in keys}
+    return [(key, values) for key, values in found.items() if len(set(values)) > 1]
 
 
 def _format_value(value: object) -> str:

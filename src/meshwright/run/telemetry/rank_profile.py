@@ -3,9 +3,9 @@ always on.
 
 Every rank writes `ranks/rank-N.json` after its first step and at the end, and a trace if it was requested.
 The phases are data (waiting for samples), step (executing the actions) and save. Memory is the bytes of
-tensors, and the high-water mark of the process: resident on a CPU, allocated on a GPU. Bytes are those of
-the ledger, that is, what the collectives of this rank really sent, by action; `report` compares them with
-the program.
+tensors between two steps, the peak of the activations in the first step (activation_memory.py), and the
+high-water mark of the process: resident on a CPU, allocated on a GPU. Bytes sent are those of the ledger,
+that is, what the collectives of this rank really sent, by action; `report` compares them with the program.
 """
 
 import json
@@ -14,7 +14,7 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +26,7 @@ from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.hardware.device_specs import peak_flops
 from meshwright.plan.plan import Plan
+from meshwright.run.telemetry.activation_memory import ActivationRecorder
 from meshwright.run.telemetry.atomic_write import replace_file
 from meshwright.run.telemetry.chrome_trace import LoopPhase, StepTracer
 
@@ -47,6 +48,7 @@ class RankUsage:
         folder, first = Path(plan.run.folder), executor.steps_done
         self._path = rank_usage_path(folder, world.rank)
         self._tracer = StepTracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
+        self._activation_recorder = ActivationRecorder()
         self._step, self._steps = first, 0
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
@@ -58,6 +60,12 @@ class RankUsage:
         """Marks the begin of `step`; returns the profiler of the step, or None if the step is not traced."""
         self._step = step
         return self._tracer.start_step(step)
+
+    def measure_activations(self) -> AbstractContextManager[None]:
+        """Context manager around a step: measures its activations, if it is the first."""
+        if self._steps:
+            return nullcontext()
+        return self._activation_recorder.recording(self._executor)
 
     @contextmanager
     def timed_phase(self, name: str) -> Iterator[None]:
@@ -108,13 +116,16 @@ class RankUsage:
             name: total - self._before.get(name, 0.0)
             for name, total in self._world.ledger.sent_nbytes.items()
         }
+        memory = self._executor.memory_by_category()
+        if self._activation_recorder.peak_nbytes is not None:
+            memory["activations"] = self._activation_recorder.peak_nbytes
         return {
             "rank": self._world.rank,
             "device": device_name(device),
             "steps": self._steps,
             "last_step": self._step,
             "seconds": dict(self._seconds),
-            "memory": {**self._executor.memory_by_category(), "peak": peak_memory(device)},
+            "memory": {**memory, "peak": peak_memory(device)},
             "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
         }
 

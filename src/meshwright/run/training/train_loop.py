@@ -111,7 +111,7 @@ def train_loop(
             profiler = rank_usage.begin_step(executor.steps_done + 1)
             with rank_usage.timed_phase("data"):
                 batch = batches.batch(executor.steps_done)
-            with rank_usage.timed_phase("step"):
+            with rank_usage.timed_phase("step"), rank_usage.measure_activations():
                 metrics = loop.run_step(batch, should_stop, profiler)
             record = _step_record(metrics, rank_usage, _memory(process, world.device))
             loop.record_step(metrics, record)
@@ -268,7 +268,8 @@ class _TrainLoop:
         self.eval_history = self.eval_history.with_evaluation(result.loss, record.step, spec.min_delta)
         self.stop_reason = self.eval_history.stop_reason(spec)
         values = result.as_dict()
-        self._write({"kind": EVALUATION, "step": record.step, **values})
+        seconds = self.rank_usage.pop_phase_seconds("evaluate")
+        self._write({"kind": EVALUATION, "step": record.step, **values, "seconds": seconds})
         improved = self.eval_history.best_step == record.step
         self.call_back(
             lambda callback: callback.on_evaluate,
