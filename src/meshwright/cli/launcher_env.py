@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -113,7 +114,9 @@ def local_launcher(*, may_fork: bool = False) -> "LocalLauncher":
     return fork_ranks
 
 
-def _run_as_rank(argv: list[str]) -> None:
+def _run_as_rank(argv: list[str], env: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(env)
     import_module("torch").set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     sys.argv[1:] = argv
     import_module("meshwright.cli").main()

@@ -18,6 +18,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
@@ -227,7 +228,7 @@ def all_programs() -> list[Plan]:
             JOB,
             Mesh(dp_replicate=3),
             SyntheticModel().model_spec,
-            (BatchSplit(), DDP(), ActivationCheckpointing()),
+            (SyncBatchNorm(), BatchSplit(), DDP(), ActivationCheckpointing()),
         ),
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),

@@ -66,9 +66,14 @@ from meshwright.run.launch.run_folder import claim_run_folder
 
 folder, timeouts = Path(sys.argv[1]), LaunchTimeouts(**json.loads(sys.argv[2]))
 command = [str(folder / "child.py"), str(folder)]
-fork_main = (lambda: runpy.run_path(command[0])) if sys.argv[3] == "forks" else None
+
+def fork_main(env):
+    os.environ.update(env)
+    runpy.run_path(command[0])
+
 with claim_run_folder(folder) as attempt:
-    outcome = launch_ranks(command, 3, attempt, os.environ, timeouts, fork_main)
+    main = fork_main if sys.argv[3] == "forks" else None
+    outcome = launch_ranks(command, 3, attempt, os.environ, timeouts, main)
 (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
 sys.exit(outcome.exit_code)
 """

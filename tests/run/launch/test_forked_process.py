@@ -1,4 +1,4 @@
-"""A rank that is a fork of its parent: environment, output and exit code are those of a new interpreter."""
+"""A fork has the session, signals, output and exit code of a new interpreter."""
 
 import os
 import signal
@@ -12,9 +12,9 @@ import pytest
 from meshwright.run.launch.forked_process import ForkedProcess
 
 
-def fork(main: Callable[[], object], output: Path, **env: str) -> ForkedProcess:
+def fork(main: Callable[[], object], output: Path) -> ForkedProcess:
     with output.open("ab") as file:
-        return ForkedProcess(main, env, file.fileno(), ())
+        return ForkedProcess(main, file.fileno(), ())
 
 
 @pytest.mark.parametrize(
@@ -35,20 +35,19 @@ def test_its_exit_code_is_that_of_an_interpreter(tmp_path: Path, main: Callable[
     process.send_signal(signal.SIGKILL)  # it has ended: nothing is sent
 
 
-def test_it_has_its_own_environment_session_output_and_signals(tmp_path: Path):
+def test_it_has_its_own_session_output_and_signals(tmp_path: Path):
     def main() -> None:
-        found = dict(os.environ), os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGTERM)
+        found = os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGTERM)
         os.write(1, f"{found}{sys.stdin.read()}".encode())
         os._exit(7)
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
-        process = fork(main, tmp_path / "log", RANK="1")
+        process = fork(main, tmp_path / "log")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert process.wait() == 7
-    assert (tmp_path / "log").read_text() == str(({"RANK": "1"}, True, signal.SIG_DFL))
-    assert "RANK" not in os.environ
+    assert (tmp_path / "log").read_text() == str((True, signal.SIG_DFL))
 
 
 def test_a_signal_that_arrives_before_it_runs_is_its_own(tmp_path: Path):
@@ -66,7 +65,7 @@ def test_a_signal_that_arrives_before_it_runs_is_its_own(tmp_path: Path):
 def test_descriptors_to_close_are_closed_in_the_fork_alone(tmp_path: Path):
     read_fd, write_fd = os.pipe()
     with (tmp_path / "log").open("ab") as file:
-        process = ForkedProcess(lambda: os.read(read_fd, 1), {}, file.fileno(), (write_fd,))
+        process = ForkedProcess(lambda: os.read(read_fd, 1), file.fileno(), (write_fd,))
     os.close(write_fd)
     assert process.wait() == 0  # else it would wait for what it could write itself
     os.close(read_fd)

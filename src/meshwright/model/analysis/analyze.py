@@ -197,11 +197,8 @@ class AnalyzedModel:
         if dtype == torch.float64:
             run_in_float64(module)
         localize_sync_batch_norm(module)
-        return (
-            set_training_mode(module),
-            get_blocks(module, self.block_names),
-            dict(module.named_parameters()),
-        )
+        blocks, parameters = get_blocks(module, self.block_names), dict(module.named_parameters())
+        return set_training_mode(module), blocks, parameters
 
 
 def analyze(

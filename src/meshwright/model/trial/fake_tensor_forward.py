@@ -147,8 +147,7 @@ def _run_trial(
     *,
     in_place: bool,
 ) -> TrialFindings:
-    findings, counter = TrialFindings(writes_in_place=in_place), FlopCounter()
-    totals: list[int] = []
+    findings, counter, totals = TrialFindings(writes_in_place=in_place), FlopCounter(), list[int]()
 
     def before_block(block_call: str) -> None:
         totals.append(counter.total_flops)

@@ -33,9 +33,9 @@ class ShardingPlan:
     index 0 reads the samples, computes the loss and updates the parameters for all others.
     `block_calls_by_pp_rank` are the block calls of each rank along pp, which holds their parameters; empty:
     every rank runs all. Stages begin at `split_points`, except for the first one. `sequence_sharding` assigns
-    the tokens of a sample to ranks. With `syncs_batch_norm`, batch norms take the statistics of the samples
-    of all ranks. The loss computes logits in `num_loss_chunks` chunks of tokens.
-    `all_ranks` is the plan of all ranks if this is the view of one `coordinate`.
+    the tokens of a sample to ranks. `syncs_batch_norm`: batch norms see all ranks' samples. The loss computes
+    logits in `num_loss_chunks` chunks of tokens. `all_ranks` is the plan of all ranks if this is the view of
+    one `coordinate`.
     """
 
     mesh: Mesh
@@ -248,11 +248,8 @@ class ShardingPlan:
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different parameters, or slices of them, for the same samples."""
-        return tuple(
-            axis
-            for axis in AXES
-            if axis in self.param_slice_axes or (axis == "pp" and self.block_calls_by_pp_rank)
-        )
+        has_stages = bool(self.block_calls_by_pp_rank)
+        return tuple(axis for axis in AXES if axis in self.param_slice_axes or (axis == "pp" and has_stages))
 
     def params_counted_in_sum(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """Yields the parameters that the rank at `coordinate` counts in a sum over `model_parallel_axes`:

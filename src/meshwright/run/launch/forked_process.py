@@ -17,7 +17,7 @@ accelerator. `launcher_env.local_launcher` decides; where it is not safe, ranks 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from multiprocessing import get_context
 from warnings import catch_warnings
@@ -26,7 +26,7 @@ RESET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class ForkedProcess:
-    """A fork of this process in a session of its own that runs `main()`, with the environment `env`.
+    """A fork of this process in a session of its own that runs `main()`.
 
     Its output goes to the file descriptor `output` (None: where this process writes); it closes `closed_fds`.
     Its exit code is that of an interpreter that runs `main()`.
@@ -35,7 +35,6 @@ class ForkedProcess:
     def __init__(
         self,
         main: Callable[[], None],
-        env: Mapping[str, str],
         output: int | None,
         closed_fds: Iterable[int],
     ) -> None:
@@ -45,7 +44,7 @@ class ForkedProcess:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, RESET_SIGNALS)
         try:
             self._process = get_context("fork").Process(
-                target=_run, args=(main, env, output, tuple(closed_fds), mask)
+                target=_run, args=(main, output, tuple(closed_fds), mask)
             )
             with catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, see above
                 self._process.start()
@@ -79,7 +78,6 @@ class ForkedProcess:
 
 def _run(
     main: Callable[[], None],
-    env: Mapping[str, str],
     output: int | None,
     closed_fds: Iterable[int],
     mask: Iterable[int],
@@ -93,8 +91,6 @@ def _run(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(write_through=True)  # the last words of a rank that is killed are in its log
-    os.environ.clear()
-    os.environ.update(env)
     for number in RESET_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -143,19 +143,23 @@ class _Rank:
         )
 
 
+ForkMain = Callable[[Mapping[str, str]], None]  # what a fork runs, called with the environment of its rank
+
+
 def launch_ranks(
     child_argv: Sequence[str],
     world: int,
     attempt: Attempt,
     env: Mapping[str, str],
     timeouts: LaunchTimeouts | None = None,
-    fork_main: Callable[[], None] | None = None,
+    fork_main: ForkMain | None = None,
 ) -> LaunchResult:
     """Starts `world` processes of `python child_argv...` and returns how they ended; none of them, nor their
     children, is left.
 
     Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store, the lifeline
-    and the folder of the attempt. With `fork_main` the ranks are forks of this process that call it.
+    and the folder of the attempt. With `fork_main` the ranks are forks of this process that call it
+    with their environment.
     """
     timeouts = timeouts or LaunchTimeouts()
     ranks: list[_Rank] = []
@@ -204,10 +208,8 @@ def _execute(
     )
 
 
-def _fork(
-    main: Callable[[], None], env: Mapping[str, str], life: Lifeline, output: BinaryIO | None
-) -> ForkedProcess:
-    return ForkedProcess(main, env, None if output is None else output.fileno(), (life.write_fd,))
+def _fork(main: ForkMain, env: Mapping[str, str], life: Lifeline, output: BinaryIO | None) -> ForkedProcess:
+    return ForkedProcess(partial(main, env), None if output is None else output.fileno(), (life.write_fd,))
 
 
 StartProcess = Callable[
