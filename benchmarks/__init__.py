@@ -5,6 +5,7 @@ interface_overhead  time that our interface adds to a call of the backend, and t
 mutants             the share of planted faults that the test suite notices
 nearest_tests       orders test files by their distance to a module
 trainer_parity      MeshwrightTrainer beside transformers' Trainer
+startup             CPU seconds of a run of one step, beside a bare torchrun script
 suite_tiers         chooses the cases of the default tier of the test suite
 comm/               all-reduce, hosts, transports
 context_parallel/   ring attention, Ulysses
