@@ -220,8 +220,9 @@ def test_a_saved_model_loads_and_a_checkpoint_resumes_to_the_same_end(tmp_path: 
             assert torch.equal(mine, other)
 
 
-def test_a_checkpoint_of_transformers_resumes_with_its_optimizer_states(tmp_path: Path):
-    options = {"save_strategy": "steps", "save_steps": 2}
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])  # adafactor counts steps in Python numbers
+def test_a_checkpoint_of_transformers_resumes_with_its_optimizer_states(tmp_path: Path, optim: str):
+    options = {"save_strategy": "steps", "save_steps": 2, "optim": optim}
     theirs = make(transformers.Trainer, tmp_path / "theirs", **options)
     theirs.train()
     mine = make(MeshwrightTrainer, tmp_path / "mine", **options)

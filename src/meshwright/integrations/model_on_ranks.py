@@ -25,7 +25,11 @@ from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.lr_schedule import LRScheduler
 from meshwright.engine.optim.make_optimizers import all_param_groups
 from meshwright.engine.optim.optimizer_template import PARAM_KEYS, optimizer_template
-from meshwright.engine.optim.sharded_state_dict import persistent_buffers
+from meshwright.engine.optim.sharded_state_dict import (
+    local_optimizer_state,
+    param_group_numbers,
+    persistent_buffers,
+)
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.integrations.released_parameters import ReleasedParameters
@@ -215,14 +219,9 @@ class ModelOnRanks:
     def load_optimizer_state(self, steps_done: int) -> None:
         """Gives the ranks the state that the user's optimizer holds, read by transformers."""
         trainer, optimizer = self._opened()
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        values = {
-            f"optimizer/{key}/{names[id(parameter)]}": torch.as_tensor(value)
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if value is not None
-        }
-        trainer.executor.load_optimizer_state(values)
+        parameters = dict(self.module.named_parameters())
+        values = local_optimizer_state([optimizer], parameters, param_group_numbers([optimizer]))
+        trainer.executor.load_optimizer_state({f"optimizer/{key}": value for key, value in values.items()})
         trainer.executor.steps_done = steps_done
         optimizer.state.clear()
 
