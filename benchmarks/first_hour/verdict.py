@@ -1,0 +1,90 @@
+"""Judges a mistake by two attempts: as the user made it, and after the printed repair."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.first_hour.mistake import Mistake, with_changes
+from benchmarks.first_hour.outcome import (
+    REFUSED,
+    TIMED_OUT,
+    Outcome,
+    lay_out,
+    run_command,
+    run_script,
+    write_file,
+)
+
+GOOD: tuple[str, ...] = ("refused with a repair that works", "warned")
+VerdictWord = Literal[
+    "refused with a repair that works",
+    "warned",
+    "silent",
+    "traceback",
+    "hangs",
+    "another diagnosis",
+    "repair does not work",
+]
+TRACEBACK = "Traceback (most recent call last)"
+NEGATIVE = 1  # `verify` says that a plan does not equal one device
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a mistake, what was printed first, and what was printed after the repair."""
+
+    verdict: VerdictWord
+    message: str
+    afterwards: str
+
+
+def judge(mistake: Mistake, folder: Path) -> Judged:
+    """Makes the mistake in `folder`, which is empty, follows the repair, and returns the verdict."""
+    lay_out(folder)
+    for line in mistake.before:
+        done = run_command(line, folder, {})
+        if done.exit_code:
+            raise ValueError(f"'{mistake.name}' cannot be tried: {line}\n{done.printed}")
+    _change_files(mistake.write, mistake.replace, folder)
+    first = _attempt(mistake, mistake.run or mistake.script, folder)
+    found = judge_first(mistake, first)
+    if found not in GOOD:
+        return Judged(found, first.printed, "")
+    _change_files(mistake.write_after, mistake.replace_after, folder)
+    second = _attempt(mistake, mistake.repaired(), folder)
+    if not repair_worked(mistake, second):
+        found = "repair does not work"
+    return Judged(found, first.printed, second.printed)
+
+
+def judge_first(mistake: Mistake, outcome: Outcome) -> VerdictWord:
+    """Returns the verdict on what was said to the mistake, if the repair works."""
+    printed = " ".join(outcome.printed.split())
+    if outcome.exit_code == TIMED_OUT:
+        return "hangs"
+    if outcome.exit_code not in (0, NEGATIVE, REFUSED) or TRACEBACK in outcome.printed:
+        return "traceback"
+    is_said = all(words in printed for words in (*mistake.says, mistake.repair))
+    if outcome.exit_code == 0 and not is_said:
+        return "silent"
+    if not is_said or (outcome.exit_code == 0) != (mistake.verdict == "warned"):
+        return "another diagnosis"
+    return "warned" if mistake.verdict == "warned" else "refused with a repair that works"
+
+
+def repair_worked(mistake: Mistake, outcome: Outcome) -> bool:
+    """Returns whether the second attempt ended well, without the message of the first."""
+    printed = " ".join(outcome.printed.split())
+    return outcome.exit_code == 0 and not all(words in printed for words in mistake.says)
+
+
+def _attempt(mistake: Mistake, what: str, folder: Path) -> Outcome:
+    return (run_command if mistake.run else run_script)(what, folder, mistake.env)
+
+
+def _change_files(write: dict[str, str], replace: dict[str, list], folder: Path) -> None:
+    for name, text in write.items():
+        write_file(folder / name, text)
+    for name, changes in replace.items():
+        path = folder / name
+        path.write_text(with_changes(path.read_text(encoding="utf-8"), changes), encoding="utf-8")
