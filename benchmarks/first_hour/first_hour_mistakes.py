@@ -27,8 +27,8 @@ from benchmarks.harness.result import Result
 
 NAME, BAR = "first_hour_mistakes", 60
 CLAIM = (
-    "at least 60 mistakes that a new user makes in the first hour are refused with a repair that works when it "
-    "is followed, or warned of; none is silent, and none ends in a traceback"
+    "at least 60 mistakes that a new user makes in the first hour are refused with a repair that works when "
+    "it is followed, or warned of; none is silent, and none ends in a traceback"
 )
 GROUPS = ("config", "file", "model", "script", "trainer")
 MAX_MESSAGE = 1200  # characters of a message that the result keeps

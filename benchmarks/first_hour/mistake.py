@@ -8,7 +8,8 @@
 
 Optional: `verdict = "warned"` where the command does what was meant and says so; `write` and `write_after`,
 files by name that are made before the first attempt and before the second; `before`, a command that is run
-first; `env`, variables of a launcher; `replace` and `replace_after`, as `change`, in files by name.
+first; `prepare`, Python that is run then; `beside`, a command that trains meanwhile; `ranks`, processes that
+are started as torchrun does; `replace` and `replace_after`, as `change`, in files by name.
 """
 
 import tomllib
@@ -40,7 +41,9 @@ class Mistake:
     replace: Mapping[str, Sequence[Change]] = field(default_factory=dict)
     replace_after: Mapping[str, Sequence[Change]] = field(default_factory=dict)
     before: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    prepare: str = ""
+    beside: str = ""
+    ranks: int = 0
 
     def __post_init__(self) -> None:
         if bool(self.run) == bool(self.script):

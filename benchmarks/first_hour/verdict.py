@@ -1,17 +1,21 @@
 """Judges a mistake by two attempts: as the user made it, and after the printed repair."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.first_hour.mistake import Mistake, with_changes
+from benchmarks.first_hour.mistake import Change, Mistake, with_changes
 from benchmarks.first_hour.outcome import (
     REFUSED,
     TIMED_OUT,
     Outcome,
+    attempt,
     lay_out,
     run_command,
     run_script,
+    training_beside,
     write_file,
 )
 
@@ -42,16 +46,21 @@ def judge(mistake: Mistake, folder: Path) -> Judged:
     """Makes the mistake in `folder`, which is empty, follows the repair, and returns the verdict."""
     lay_out(folder)
     for line in mistake.before:
-        done = run_command(line, folder, {})
-        if done.exit_code:
-            raise ValueError(f"'{mistake.name}' cannot be tried: {line}\n{done.printed}")
+        _require(mistake, run_command(line, folder))
+    if mistake.prepare:
+        _require(mistake, run_script(mistake.prepare, folder))
+    with training_beside(mistake.beside, folder) if mistake.beside else nullcontext():
+        return _judge_prepared(mistake, folder)
+
+
+def _judge_prepared(mistake: Mistake, folder: Path) -> Judged:
     _change_files(mistake.write, mistake.replace, folder)
-    first = _attempt(mistake, mistake.run or mistake.script, folder)
+    first = attempt(mistake, mistake.run or mistake.script, folder)
     found = judge_first(mistake, first)
     if found not in GOOD:
         return Judged(found, first.printed, "")
     _change_files(mistake.write_after, mistake.replace_after, folder)
-    second = _attempt(mistake, mistake.repaired(), folder)
+    second = attempt(mistake, mistake.repaired(), folder)
     if not repair_worked(mistake, second):
         found = "repair does not work"
     return Judged(found, first.printed, second.printed)
@@ -64,7 +73,8 @@ def judge_first(mistake: Mistake, outcome: Outcome) -> VerdictWord:
         return "hangs"
     if outcome.exit_code not in (0, NEGATIVE, REFUSED) or TRACEBACK in outcome.printed:
         return "traceback"
-    is_said = all(words in printed for words in (*mistake.says, mistake.repair))
+    is_said = all(words in printed for words in mistake.says)
+    is_said = is_said and mistake.repair in printed_repairs(outcome.printed)
     if outcome.exit_code == 0 and not is_said:
         return "silent"
     if not is_said or (outcome.exit_code == 0) != (mistake.verdict == "warned"):
@@ -78,11 +88,18 @@ def repair_worked(mistake: Mistake, outcome: Outcome) -> bool:
     return outcome.exit_code == 0 and not all(words in printed for words in mistake.says)
 
 
-def _attempt(mistake: Mistake, what: str, folder: Path) -> Outcome:
-    return (run_command if mistake.run else run_script)(what, folder, mistake.env)
+def printed_repairs(printed: str) -> str:
+    """Returns the repairs among the lines of a message; all of it where no line is one."""
+    _, *repairs = printed.split("repair: ")
+    return " ".join(line.partition("\n")[0] for line in repairs) or " ".join(printed.split())
 
 
-def _change_files(write: dict[str, str], replace: dict[str, list], folder: Path) -> None:
+def _require(mistake: Mistake, outcome: Outcome) -> None:
+    if outcome.exit_code:
+        raise ValueError(f"'{mistake.name}' cannot be tried:\n{outcome.printed}")
+
+
+def _change_files(write: Mapping[str, str], replace: Mapping[str, Sequence[Change]], folder: Path) -> None:
     for name, text in write.items():
         write_file(folder / name, text)
     for name, changes in replace.items():

@@ -201,7 +201,8 @@ def parallelize(
         text += f"and the world is {world.mesh} ({world.mesh.world_size})"
         raise PlanError(
             text,
-            fix=f"start {plan.mesh.world_size} ranks, or make a plan for this world",
+            fix=f"start {plan.mesh.world_size} ranks (torchrun --nproc-per-node {plan.mesh.world_size}), or "
+            "make a plan for this world",
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)

@@ -51,7 +51,7 @@ from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.shuffle import ABSENT_SAMPLE
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.data.token_dataset import TokenDataset
-from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer
+from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer, tokenizer_notes
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
@@ -230,6 +230,7 @@ def _plan_request(
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
+    notes = [*notes, *job.precision.notes(), *tokenizer_notes(job)]
     plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
     if data is None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.find_model_loss import find_loss_inputs
+from meshwright.model.analysis.forward_errors import unknown_key_diagnostics
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
 from meshwright.model.analysis.sharding_trials import (
@@ -341,7 +342,7 @@ def _run_trial(
         raise
     except Exception as error:
         if not depends_on_values(error):
-            raise _forward_error(error, inputs) from error
+            raise _forward_error(error, inputs, module) from error
     if reads_values := result is None:
         module = make_trial_module(plan)
         # batched experts on real tensors need expert weights per token
@@ -353,7 +354,7 @@ def _run_trial(
         except PlanError:
             raise
         except Exception as error:
-            raise _forward_error(error, inputs) from error
+            raise _forward_error(error, inputs, module) from error
     findings, sites, _ = result
     repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
     findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
@@ -418,7 +419,10 @@ def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None
         raise PlanError(text, fix=fix, location="model.blocks")
 
 
-def _forward_error(error: Exception, inputs: Example) -> PlanError:
+def _forward_error(error: Exception, inputs: Example, module: nn.Module) -> PlanError:
+    unknown = list(unknown_key_diagnostics(inputs, module))
+    if unknown and isinstance(error, TypeError):
+        return PlanError.from_diagnostics(unknown)
     given = ", ".join(
         f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         for key, value in inputs.items()

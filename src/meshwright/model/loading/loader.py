@@ -181,6 +181,12 @@ def load_module(given: nn.Module | Model, seed: int) -> LoadedModel:
     """Returns a copy of `given` with deferred initialization and its values."""
     name = "model" if isinstance(given, Model) else type(remove_wrapper(given)).__name__
     model = _check_model(given, name)
+    if any(parameter.is_meta for parameter in model.module.parameters()):
+        raise PlanError(
+            f"the parameters of {name} are on the device 'meta', where they have no values",
+            fix=f"pass what makes it, a factory: lambda: {name}(...); each rank makes the values that it keeps",
+            location=name,
+        )
     return _load(lambda: (model, copy.deepcopy(model.module)), seed, name, ())
 
 

@@ -1,0 +1,97 @@
+"""Says what is wrong with a batch when the model's forward fails on it.
+
+A forward that gets an id beyond its embedding table raises "index out of range in self", and one that gets
+another key a TypeError. On an error of these kinds the batch is compared with the model and with the example
+that the model was analyzed with; if they do not fit, the user reads that, in place of a frame of torch.
+
+    ids from 3 to 64, largest table 64 rows      batch.input_ids: ids from 3 to 64 ...
+    128 tokens, positions of the config 64       batch.input_ids: samples of 128 tokens ...
+    {"ids"}, analyzed with {"input_ids"}         batch: it has ids and lacks input_ids ...
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshwright.model.hf.model_from_config import text_limits
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
+
+Batch = Mapping[str, torch.Tensor]
+LOCATION = "batch"
+
+
+@contextmanager
+def explain_forward_errors(module: nn.Module, inputs: Batch, example: Batch) -> Iterator[None]:
+    """Raises a PlanError in place of an error of the body, a forward of `module` on `inputs`, if they do not
+    fit the model.
+
+    `example` are inputs like those that the model was analyzed with.
+    """
+    try:
+        yield
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        found = list(_key_diagnostics(inputs, example))
+        if not found and isinstance(error, IndexError):
+            found = list(_index_diagnostics(module, inputs))
+        if not found:
+            raise
+        try:
+            raise_diagnostics(found)
+        except Exception as refusal:
+            raise refusal from error
+
+
+def unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagnostic]:
+    """Yields a diagnostic for each of `inputs` that the forward of `module` does not take."""
+    parameters, name = inspect.signature(module.forward).parameters, type(module).__name__
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return
+    for key in inputs:
+        if key not in parameters:
+            text = (
+                f"the forward of {name} takes {', '.join(parameters) or 'nothing'}, and the batch has '{key}'"
+            )
+            fix = (
+                f"if the loss reads it, state that loss: loss=meshwright.Loss(total, count, "
+                f"targets=('{key}',)); else leave it out of the batch"
+            )
+            yield Diagnostic(text, fix, f"{LOCATION}.{key}")
+
+
+def _key_diagnostics(inputs: Batch, example: Batch) -> Iterator[Diagnostic]:
+    missing = [key for key in example if key not in inputs]
+    unknown = [key for key in inputs if key not in example]
+    if not missing and not unknown:
+        return
+    has = f"it has {', '.join(unknown)}" if unknown else ""
+    lacks = f"it lacks {', '.join(missing)}" if missing else ""
+    text = f"{' and '.join(filter(None, (has, lacks)))}; the model was analyzed with {', '.join(example)}"
+    fix = "give each batch the keys of the example that the model was analyzed with"
+    if unknown and missing:
+        fix += f": '{unknown[0]}': {suggest_name(unknown[0], missing)}"
+    yield Diagnostic(text, fix, LOCATION)
+
+
+def _index_diagnostics(module: nn.Module, inputs: Batch) -> Iterator[Diagnostic]:
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    num_rows, max_positions = max(tables, default=0), text_limits(module).max_positions
+    ids = {key: each for key, each in inputs.items() if each.dtype in (torch.int32, torch.int64)}
+    for key, each in ids.items():
+        low, high = (int(each.min()), int(each.max())) if each.numel() else (0, 0)
+        if num_rows and (low < 0 or high >= num_rows):
+            text = (
+                f"ids from {low} to {high}, and the largest embedding of the model has {num_rows} rows, "
+                "numbered from 0"
+            )
+            fix = (
+                "use the tokenizer that belongs to the model, correct the ids, or enlarge the vocabulary of "
+                "the model"
+            )
+            yield Diagnostic(text, fix, f"{LOCATION}.{key}")
+        elif max_positions is not None and each.ndim > 1 and each.shape[1] > max_positions:
+            text = f"samples of {each.shape[1]} tokens; the model has {max_positions} positions"
+            fix = f"cut samples to {max_positions} tokens, or raise max_position_embeddings in its config"
+            yield Diagnostic(text, fix, f"{LOCATION}.{key}")
