@@ -13,6 +13,7 @@ diagnosis and of the repair that must be printed, and the change that follows th
 Nothing is timed, and no case needs a GPU or a network.
 """
 
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -23,7 +24,7 @@ import torch
 from benchmarks.first_hour.mistake import Mistake, read_mistakes
 from benchmarks.first_hour.outcome import preload
 from benchmarks.first_hour.verdict import GOOD, judge
-from benchmarks.harness.result import Result
+from benchmarks.harness.result import ROOT, Result
 
 NAME, BAR = "first_hour_mistakes", 60
 CLAIM = (
@@ -39,10 +40,23 @@ def check(mistake: Mistake) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         folder = Path(name).resolve()
         found = judge(mistake, folder)
-        message = found.message.replace(f"{folder}/", "").replace(str(folder), ".")
+        message = _without_machine(found.message, folder)
+    if found.verdict == "warned":  # among lines that say other things
+        first = max(0, message.find(mistake.says[0]) - MAX_MESSAGE // 4)
+        message = message[first:]
     row = {"case": mistake.name, "group": mistake.group, "done": mistake.run or mistake.script}
     row |= {"verdict": found.verdict, "message": message[:MAX_MESSAGE]}
-    return row if found.verdict in GOOD else {**row, "afterwards": found.afterwards[:MAX_MESSAGE]}
+    return (
+        row
+        if found.verdict in GOOD
+        else {**row, "afterwards": _without_machine(found.afterwards, folder)[:MAX_MESSAGE]}
+    )
+
+
+def _without_machine(message: str, folder: Path) -> str:
+    """Returns a message in one line without the names of folders and of the host."""
+    message = message.replace(f"{folder}/", "").replace(str(folder), ".").replace(f"{ROOT}/", "")
+    return " ".join(message.replace(f" on host {socket.gethostname()}", " on host node0").split())
 
 
 def main(only: str = "") -> None:

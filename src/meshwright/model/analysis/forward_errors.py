@@ -66,9 +66,9 @@ def _key_diagnostics(inputs: Batch, example: Batch) -> Iterator[Diagnostic]:
     unknown = [key for key in inputs if key not in example]
     if not missing and not unknown:
         return
-    has = f"it has {', '.join(unknown)}" if unknown else ""
-    lacks = f"it lacks {', '.join(missing)}" if missing else ""
-    text = f"{' and '.join(filter(None, (has, lacks)))}; the model was analyzed with {', '.join(example)}"
+    has = f"has {', '.join(unknown)}" if unknown else ""
+    lacks = f"lacks {', '.join(missing)}" if missing else ""
+    text = f"it {' and '.join(filter(None, (has, lacks)))}; the model was analyzed with {', '.join(example)}"
     fix = "give each batch the keys of the example that the model was analyzed with"
     if unknown and missing:
         fix += f": '{unknown[0]}': {suggest_name(unknown[0], missing)}"

@@ -184,7 +184,7 @@ def load_module(given: nn.Module | Model, seed: int) -> LoadedModel:
     if any(parameter.is_meta for parameter in model.module.parameters()):
         raise PlanError(
             f"the parameters of {name} are on the device 'meta', where they have no values",
-            fix=f"pass what makes it, a factory: lambda: {name}(...); each rank makes the values that it keeps",
+            fix=f"pass what makes it, a factory: lambda: {name}(...); each rank makes values of its own",
             location=name,
         )
     return _load(lambda: (model, copy.deepcopy(model.module)), seed, name, ())
