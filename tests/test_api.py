@@ -229,7 +229,7 @@ def test_a_plan_for_more_ranks_than_there_are_is_refused():
         build_with()
     (fault,) = caught.value.diagnostics
     assert fault.problem == "the plan is for dp_replicate 2 (2 ranks) and the world is one device (1)"
-    assert fault.fix == "start 2 ranks, or make a plan for this world"
+    assert fault.fix == "start 2 ranks (torchrun --nproc-per-node 2), or make a plan for this world"
 
 
 def test_a_plan_for_another_model_is_refused():

@@ -46,11 +46,9 @@ def check(mistake: Mistake) -> dict[str, str]:
         message = message[first:]
     row = {"case": mistake.name, "group": mistake.group, "done": mistake.run or mistake.script}
     row |= {"verdict": found.verdict, "message": message[:MAX_MESSAGE]}
-    return (
-        row
-        if found.verdict in GOOD
-        else {**row, "afterwards": _without_machine(found.afterwards, folder)[:MAX_MESSAGE]}
-    )
+    if found.verdict not in GOOD:
+        row["afterwards"] = _without_machine(found.afterwards, folder)[:MAX_MESSAGE]
+    return row
 
 
 def _without_machine(message: str, folder: Path) -> str:

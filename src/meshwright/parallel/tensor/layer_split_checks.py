@@ -107,9 +107,9 @@ def uneven_split_notes(sharding: ShardingPlan) -> Iterator[str]:
         even = [str(size) for size in range(2, min(units, 2 * ranks) + 1) if units % size == 0]
         fix = f"; mesh.{axis} = {' or '.join(even)} divides them" if even else ""
         yield (
-            f"{LAYER_NUMBER.sub('*', weights[0].name)} and others have {units} {kind}, which do not divide by "
-            f"the {ranks} ranks along {axis}: the fullest has {-(-units // ranks)}, and the others wait for "
-            f"it{fix}"
+            f"{LAYER_NUMBER.sub('*', weights[0].name)} and others have {units} {kind}, which do not divide "
+            f"by the {ranks} ranks along {axis}: the fullest has {-(-units // ranks)}, and the others wait "
+            f"for it{fix}"
         )
 
 
