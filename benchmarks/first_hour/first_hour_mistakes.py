@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.first_hour.mistake import Mistake, read_mistakes
 from benchmarks.first_hour.outcome import preload
-from benchmarks.first_hour.verdict import GOOD, judge
+from benchmarks.first_hour.verdict import GOOD, try_mistake
 from benchmarks.harness.result import ROOT, Result
 
 NAME, BAR = "first_hour_mistakes", 60
@@ -39,7 +39,7 @@ def check(mistake: Mistake) -> dict[str, str]:
     """Returns the verdict on a mistake, with the message."""
     with tempfile.TemporaryDirectory(prefix="first-hour-") as name:
         folder = Path(name).resolve()
-        found = judge(mistake, folder)
+        found = try_mistake(mistake, folder)
         message = _without_machine(found.message, folder)
     if found.verdict == "warned":  # among lines that say other things
         first = max(0, message.find(mistake.says[0]) - MAX_MESSAGE // 4)

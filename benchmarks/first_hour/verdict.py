@@ -1,4 +1,4 @@
-"""Judges a mistake by two attempts: as the user made it, and after the printed repair."""
+"""The verdict on a mistake, by two attempts: as the user made it, and after the printed repair."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ NEGATIVE = 1  # `verify` says that a plan does not equal one device
 
 
 @dataclass(frozen=True)
-class Judged:
+class MistakeReport:
     """The verdict on a mistake, what was printed first, and what was printed after the repair."""
 
     verdict: VerdictWord
@@ -42,7 +42,7 @@ class Judged:
     afterwards: str
 
 
-def judge(mistake: Mistake, folder: Path) -> Judged:
+def try_mistake(mistake: Mistake, folder: Path) -> MistakeReport:
     """Makes the mistake in `folder`, which is empty, follows the repair, and returns the verdict."""
     lay_out(folder)
     for line in mistake.before:
@@ -50,23 +50,23 @@ def judge(mistake: Mistake, folder: Path) -> Judged:
     if mistake.prepare:
         _require(mistake, run_script(mistake.prepare, folder))
     with training_beside(mistake.beside, folder) if mistake.beside else nullcontext():
-        return _judge_prepared(mistake, folder)
+        return _try_prepared(mistake, folder)
 
 
-def _judge_prepared(mistake: Mistake, folder: Path) -> Judged:
+def _try_prepared(mistake: Mistake, folder: Path) -> MistakeReport:
     _change_files(mistake.write, mistake.replace, folder)
     first = attempt(mistake, mistake.run or mistake.script, folder)
-    found = judge_first(mistake, first)
+    found = verdict_on_message(mistake, first)
     if found not in GOOD:
-        return Judged(found, first.printed, "")
+        return MistakeReport(found, first.printed, "")
     _change_files(mistake.write_after, mistake.replace_after, folder)
     second = attempt(mistake, mistake.repaired(), folder)
     if not repair_worked(mistake, second):
         found = "repair does not work"
-    return Judged(found, first.printed, second.printed)
+    return MistakeReport(found, first.printed, second.printed)
 
 
-def judge_first(mistake: Mistake, outcome: Outcome) -> VerdictWord:
+def verdict_on_message(mistake: Mistake, outcome: Outcome) -> VerdictWord:
     """Returns the verdict on what was said to the mistake, if the repair works."""
     printed = " ".join(outcome.printed.split())
     if outcome.exit_code == TIMED_OUT:

@@ -214,3 +214,13 @@ def test_a_loader_with_another_batch_size_is_warned_of(
     ]
     assert len(warned) == is_warned
     assert all("write batch_size=12" in text for text in warned)
+
+
+@pytest.mark.parametrize("samples", [[DATA], "text.txt"])
+def test_samples_that_are_no_dataset_are_refused(samples: object, tmp_path: Path):
+    plan = make_plan(ANALYZED, tiny_job(), run=RunConfig(str(tmp_path), save_every=0))
+    with (
+        parallelize(ANALYZED, plan) as engine,
+        pytest.raises(PlanError, match=r"data: the samples are a (list|str)\n.*a dict of tensors"),
+    ):
+        meshwright.train(engine, samples)

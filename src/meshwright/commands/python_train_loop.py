@@ -10,6 +10,7 @@ the plan that need less.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -98,6 +99,10 @@ def _as_data(samples: Samples, trainer: Trainer) -> Dataset:
         return PreparedDataset(_of_loader(samples), prepare)
     if isinstance(samples, TorchDataset):
         return PreparedDataset(_of_loader(DataLoader(samples)), prepare)
+    if isinstance(samples, (str, Path, list, tuple)):
+        text = f"the samples are a {type(samples).__name__}"
+        fix = "pass a dict of tensors with one sample per row, a dataset of torch, or a DataLoader over one"
+        raise PlanError(text, fix=fix, location="data")
     return PreparedDataset(samples, prepare)
 
 

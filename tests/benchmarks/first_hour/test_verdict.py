@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.first_hour.mistake import Mistake
 from benchmarks.first_hour.outcome import CRASHED, REFUSED, TIMED_OUT, Outcome, lay_out, write_file
-from benchmarks.first_hour.verdict import GOOD, judge_first, printed_repairs, repair_worked
+from benchmarks.first_hour.verdict import GOOD, printed_repairs, repair_worked, verdict_on_message
 
 SAID = "error lr: there is no key 'lrr'\n  repair: did you mean 'lr'?\n"
 MISTAKE = Mistake("a typo", "some", ["no key 'lrr'"], "did you mean 'lr'?", run="plan a --lrr 1")
@@ -39,7 +39,7 @@ WARNED = Mistake("a note", "some", ["bytes"], "set data.tokenizer", run="plan a"
     ],
 )
 def test_an_outcome_has_its_verdict(mistake: Mistake, outcome: Outcome, verdict: str):
-    assert judge_first(mistake, outcome) == verdict
+    assert verdict_on_message(mistake, outcome) == verdict
     assert (verdict in GOOD) == (verdict in ("refused with a repair that works", "warned"))
 
 

@@ -87,3 +87,12 @@ def test_a_key_that_the_forward_does_not_take_is_named_at_the_analysis(key: str)
     assert diagnostic.problem == f"the forward of Tiny takes input_ids, and the batch has '{key}'"
     assert f"targets=('{key}',)" in diagnostic.fix
     assert "leave it out of the batch" in diagnostic.fix
+
+
+def test_a_forward_whose_outputs_need_no_gradient_is_refused():
+    class Detached(Tiny):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(input_ids).detach()
+
+    with pytest.raises(PlanError, match=r"model: no output of the model needs a gradient.*\n.*\.detach\(\)"):
+        mw.analyze(Detached(), token_samples(2))

@@ -66,7 +66,7 @@ def test_labels_that_may_be_meant_are_taken(batch: dict[str, torch.Tensor], shif
     assert token_cross_entropy(shift_labels=shift).prepare(batch)["labels"].shape == batch["labels"].shape
 
 
-@pytest.mark.parametrize(("label", "given"), [(10, "labels from 5 to 10"), (-1, "labels from -1 to 8")])
+@pytest.mark.parametrize(("label", "given"), [(10, "labels from 0 to 10"), (-1, "labels from -1 to 8")])
 def test_a_label_outside_of_the_vocabulary_is_refused(label: int, given: str):
     labels = NEXT.clone()
     labels[1, 0] = label

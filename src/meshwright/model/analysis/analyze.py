@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.find_model_loss import find_loss_inputs
-from meshwright.model.analysis.forward_errors import unknown_key_diagnostics
+from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
 from meshwright.model.analysis.sharding_trials import (
@@ -233,6 +233,8 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        check_outputs_need_grad(findings.outputs)
     check_is_sum(loss, example_samples, findings.outputs)
     divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
@@ -342,7 +344,7 @@ def _run_trial(
         raise
     except Exception as error:
         if not depends_on_values(error):
-            raise _forward_error(error, inputs, module) from error
+            raise trial_error(error, inputs, module) from error
     if reads_values := result is None:
         module = make_trial_module(plan)
         # batched experts on real tensors need expert weights per token
@@ -354,7 +356,7 @@ def _run_trial(
         except PlanError:
             raise
         except Exception as error:
-            raise _forward_error(error, inputs, module) from error
+            raise trial_error(error, inputs, module) from error
     findings, sites, _ = result
     repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
     findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
@@ -417,26 +419,6 @@ def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None
             "it calls only submodules"
         )
         raise PlanError(text, fix=fix, location="model.blocks")
-
-
-def _forward_error(error: Exception, inputs: Example, module: nn.Module) -> PlanError:
-    unknown = list(unknown_key_diagnostics(inputs, module))
-    if unknown and isinstance(error, TypeError):
-        return PlanError.from_diagnostics(unknown)
-    given = ", ".join(
-        f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for key, value in inputs.items()
-    )
-    text = (
-        f"the forward fails in a trial on samples like {given or 'no arguments'}: "
-        f"{type(error).__name__}: {error}"
-    )
-    fix = (
-        "repair the forward (the traceback above is its own), or the example: its keys, less "
-        "the targets, are the arguments"
-    )
-    fix = f"{fix}; a model with other inputs than text returns one: meshwright.Model(module, example={{...}})"
-    return PlanError(text, fix=fix, location="model")
 
 
 def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: TrialFindings) -> Iterator[str]:

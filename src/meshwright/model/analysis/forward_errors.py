@@ -1,4 +1,4 @@
-"""Says what is wrong with a batch when the model's forward fails on it.
+"""Says what is wrong with a batch, or with a forward, when the forward fails or would train nothing.
 
 A forward that gets an id beyond its embedding table raises "index out of range in self", and one that gets
 another key a TypeError. On an error of these kinds the batch is compared with the model and with the example
@@ -12,12 +12,14 @@ that the model was analyzed with; if they do not fit, the user reads that, in pl
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.model.hf.model_from_config import text_limits
-from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
+from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 Batch = Mapping[str, torch.Tensor]
 LOCATION = "batch"
@@ -44,7 +46,28 @@ def explain_forward_errors(module: nn.Module, inputs: Batch, example: Batch) -> 
             raise refusal from error
 
 
-def unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagnostic]:
+def trial_error(error: Exception, inputs: Batch, module: nn.Module) -> PlanError:
+    """Returns what to say of `error`, which the forward of `module` raised in a trial on `inputs`."""
+    unknown = list(_unknown_key_diagnostics(inputs, module))
+    if unknown and isinstance(error, TypeError):
+        return PlanError.from_diagnostics(unknown)
+    given = ", ".join(
+        f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for key, value in inputs.items()
+    )
+    text = (
+        f"the forward fails in a trial on samples like {given or 'no arguments'}: "
+        f"{type(error).__name__}: {error}"
+    )
+    fix = (
+        "repair the forward (the traceback above is its own), or the example: its keys, less "
+        "the targets, are the arguments"
+    )
+    fix = f"{fix}; a model with other inputs than text returns one: meshwright.Model(module, example={{...}})"
+    return PlanError(text, fix=fix, location="model")
+
+
+def _unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagnostic]:
     """Yields a diagnostic for each of `inputs` that the forward of `module` does not take."""
     parameters, name = inspect.signature(module.forward).parameters, type(module).__name__
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -58,7 +81,27 @@ def unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagno
                 f"if the loss reads it, state that loss: loss=meshwright.Loss(total, count, "
                 f"targets=('{key}',)); else leave it out of the batch"
             )
+            missing = [
+                each.name
+                for each in parameters.values()
+                if each.default is each.empty and each.name not in inputs
+            ]
+            if missing:
+                fix = f"give it the name of an argument: {suggest_name(key, missing)} Or, {fix}"
             yield Diagnostic(text, fix, f"{LOCATION}.{key}")
+
+
+def check_outputs_need_grad(outputs: Any) -> None:
+    """Raises PlanError if no tensor among `outputs` of a training forward needs a gradient, so that no
+    parameter would be trained.
+    """
+    tensors = [each for each in tree_tensors(outputs) if each.is_floating_point()]
+    if tensors and not any(each.requires_grad for each in tensors):
+        raise PlanError(
+            "no output of the model needs a gradient, so no parameter would be trained",
+            fix="remove .detach(), torch.no_grad() or .item() from its forward",
+            location="model",
+        )
 
 
 def _key_diagnostics(inputs: Batch, example: Batch) -> Iterator[Diagnostic]:
