@@ -53,7 +53,9 @@ def check(mistake: Mistake) -> dict[str, str]:
 
 def _without_machine(message: str, folder: Path) -> str:
     """Returns a message in one line without the names of folders and of the host."""
-    message = message.replace(f"{folder}/", "").replace(str(folder), ".").replace(f"{ROOT}/", "")
+    for place in (f"{folder}/", f"{ROOT}/", f"{sys.prefix}/"):
+        message = message.replace(place, "")
+    message = message.replace(str(folder), ".")
     return " ".join(message.replace(f" on host {socket.gethostname()}", " on host node0").split())
 
 

@@ -1,15 +1,17 @@
 """A forward that fails on a batch that does not fit the model is explained; other errors are the model's."""
 
+import logging
 import re
 from collections.abc import Mapping
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.model.analysis.forward_errors import explain_forward_errors
+from meshwright.model.tensors.fake_tensor_limits import FAKE_TENSOR_LOGGER
 from meshwright.plan.job.errors import PlanError
 from tests.tiny_model import VOCABULARY, Tiny, analyzed_model, tiny_job, token_samples
 
@@ -96,3 +98,16 @@ def test_a_forward_whose_outputs_need_no_gradient_is_refused():
 
     with pytest.raises(PlanError, match=r"model: no output of the model needs a gradient.*\n.*\.detach\(\)"):
         mw.analyze(Detached(), token_samples(2))
+
+
+def test_torch_logs_no_traceback_of_an_operation_that_fails_on_fake_tensors(caplog):
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))
+    tokens, torch_logger = torch.zeros(2, 4, dtype=torch.long), logging.getLogger(FAKE_TENSOR_LOGGER)
+    torch_logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(PlanError, match="loss: the forward of the model fails with labels"):
+            mw.analyze(llama, {"input_ids": tokens, "labels": tokens.float()})
+    finally:
+        torch_logger.removeHandler(caplog.handler)
+    assert not caplog.messages

@@ -268,3 +268,15 @@ def test_a_step_that_is_not_finite_is_warned_of_once_with_the_tensors_that_are_n
         "step 2: the loss is nan and the gradient norm nan, and x of the batch is not finite"
     )
     assert 'guard.action = "skip"' in message
+
+
+def test_a_step_that_changes_nothing_is_warned_of_once(caplog):
+    analyzed, nothing = analyzed_model(), token_samples(12)
+    nothing["labels"] = torch.full_like(nothing["labels"], -100)
+    job = mw.Job(train=mw.TrainConfig(steps=2, batch=12))
+    with mw.parallelize(analyzed, mw.make_plan(analyzed, job)) as trainer:
+        for _ in range(2):
+            assert trainer.step(trainer.local_batch(nothing)).is_skipped
+    assert caplog.messages == [
+        "step 1 changed nothing: no label of the batch counts (-100, or a weight of 0)"
+    ]

@@ -51,7 +51,7 @@ from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardC
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values, without_fake_tensor_log
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
@@ -334,7 +334,7 @@ def _run_trial(
     make_fake(module, mode)
     recorder, result = OperationRecorder(module), None
     try:
-        with mode:
+        with mode, without_fake_tensor_log():
             fake_batches = {
                 batch: {key: mode.from_tensor(value) for key, value in samples.items()}
                 for batch, samples in batches.items()

@@ -66,7 +66,7 @@ class Trainer:
             analyzed,
             oom_advisor,
         )
-        self._warned = False  # of a step whose loss or gradients are not finite
+        self._warned = False  # of a step that changed nothing, or whose numbers are not finite
 
     @property
     def module(self) -> nn.Module:
@@ -91,10 +91,7 @@ class Trainer:
         prepared = self._prepare(batch)
         with self.oom_advisor:
             metrics = self.executor.step(prepared, stop=stop)
-        is_harmed = not (isfinite(metrics.loss) and isfinite(metrics.grad_norm))
-        if is_harmed and not (metrics.is_skipped or metrics.overflow or self._warned):
-            self._warned = True
-            _warn_of_harm(metrics, prepared)
+        self._warn_once(metrics, prepared)
         return metrics
 
     def evaluate(self, data: object, metrics: Mapping[str, EvalMetric] | None = None) -> Evaluation:
@@ -145,6 +142,19 @@ class Trainer:
         is short.
         """
         return select_local_batch(batch_tensors(batch, self.analyzed), self.plan, self.world.rank)
+
+    def _warn_once(self, metrics: Metrics, batch: LocalBatch) -> None:
+        """Warns of the first step that changed nothing, or that made the parameters unusable."""
+        is_harmed = not (isfinite(metrics.loss) and isfinite(metrics.grad_norm))
+        if self._warned or metrics.overflow or metrics.spike is not None:
+            return
+        if metrics.is_skipped:
+            self._warned = True
+            text = "step %d changed nothing: no label of the batch counts (-100, or a weight of 0)"
+            logger.warning(text, metrics.step)
+        elif is_harmed:
+            self._warned = True
+            _warn_of_harm(metrics, batch)
 
     def _prepare(self, batch: object) -> LocalBatch:
         """Returns `batch` as the model and the loss read it."""
