@@ -229,7 +229,7 @@ def test_a_plan_for_more_ranks_than_there_are_is_refused():
         build_with()
     (fault,) = caught.value.diagnostics
     assert fault.problem == "the plan is for dp_replicate 2 (2 ranks) and the world is one device (1)"
-    assert fault.fix == "start 2 ranks, or make a plan for this world"
+    assert fault.fix == "start 2 ranks (torchrun --nproc-per-node 2), or make a plan for this world"
 
 
 def test_a_plan_for_another_model_is_refused():
@@ -295,3 +295,28 @@ def test_saving_the_same_step_of_another_course_keeps_what_was_saved_last(tmp_pa
     with mw.parallelize(analyzed, plan, loss=squares()) as trainer:
         trainer.load(place)
         assert torch.equal(trainer.module.state_dict()["first.weight"], last)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a, p: mw.make_plan(module(), JOB), "analyzed: analyzed is a Regression"),
+        (lambda a, p: mw.make_plan(a, JOB.train), "job: job is a TrainConfig"),
+        (lambda a, p: mw.make_plan(a, JOB, {"dp_shard": 2}), "mesh: mesh is a dict"),
+        (lambda a, p: mw.make_plan(a, JOB, mw.Mesh(), mw.ZeRO()), "strategies: strategies is a ZeRO"),
+        (lambda a, p: mw.make_plan(a, JOB, mw.Mesh(), ["zero"]), "strategies: strategies is a str"),
+        (lambda a, p: mw.make_plan(a, mw.Job(train=mw.TrainConfig(batch="8"))), "train.batch: batch = '8'"),
+        (lambda a, p: mw.verify(module(), p, [batch(0)]), "analyzed: analyzed is a Regression"),
+        (lambda a, p: mw.verify(a, p, batch(0)), "batches: batches is a dict"),
+        (lambda a, p: mw.parallelize(a, JOB), "plan: plan is a Job"),
+        (lambda a, p: mw.parallelize(a, p, optimizer="adamw"), "optimizer: 'adamw' makes no optimizer"),
+        (lambda a, p: mw.analyze("gpt2", batch(0)), "model: the model is the text 'gpt2'"),
+        (lambda a, p: mw.analyze(nn.DataParallel(module()), batch(0)), "DataParallel: a DataParallel"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_with_what_is_needed(call, message: str):
+    analyzed = mw.analyze(module, batch(0), loss=squares())
+    with pytest.raises(mw.PlanError) as caught:
+        call(analyzed, mw.make_plan(analyzed, JOB))
+    assert message in str(caught.value)
+    assert all("pass " in each.fix or "write " in each.fix for each in caught.value.diagnostics)

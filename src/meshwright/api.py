@@ -92,6 +92,9 @@ def analyze(
     """
     if isinstance(model, AnalyzedModel):
         return model
+    if isinstance(model, str):
+        fix = f"pass a module, or what makes it: lambda: AutoModelForCausalLM.from_pretrained({model!r})"
+        raise PlanError(f"the model is the text {model!r}", fix=fix, location="model")
     if isinstance(model, (nn.Module, Model)):
         loaded = load_module(model, seed)
     else:
@@ -126,9 +129,23 @@ def make_plan(
 
     `job` need not name the model and the data. Raises PlanError with every diagnostic.
     """
-    mesh = mesh or Mesh()
+    _check_type("analyzed", analyzed, AnalyzedModel, "analyzed = mw.analyze(model, batch)")
+    _check_type("job", job, Job, "mw.Job(train=mw.TrainConfig(steps=100, batch=8))")
+    mesh = Mesh() if mesh is None else mesh
+    _check_type("mesh", mesh, Mesh, "mw.Mesh(dp_shard=2)")
+    listed = "a list: [mw.BatchSplit(axis='dp_shard'), mw.ZeRO()]"
+    if strategies is not None:
+        _check_type("strategies", strategies, Iterable, listed)
+        strategies = tuple(strategies)
+    for strategy in strategies or ():
+        _check_type("strategies", strategy, Strategy, listed)
     chosen = default_strategies(mesh, analyzed.model_spec) if strategies is None else strategies
     return plan_for_model(analyzed, job, mesh, chosen, micro_batch, run)
+
+
+def _check_type(name: str, value: object, needed: type, example: str) -> None:
+    if not isinstance(value, needed):
+        raise PlanError(f"{name} is a {type(value).__name__}", fix=f"pass {example}", location=name)
 
 
 def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...]:
@@ -183,6 +200,7 @@ def parallelize(
 
     Raises PlanError if the plan was made for another model, mesh or loss.
     """
+    _check_type("plan", plan, Plan, "mw.make_plan(analyzed, job, mesh)")
     if not isinstance(model, AnalyzedModel) and example is None:
         raise PlanError(
             "parallelize got a model and no example batch",
@@ -204,7 +222,8 @@ def parallelize(
         text += f"and the world is {world.mesh} ({world.mesh.world_size})"
         raise PlanError(
             text,
-            fix=f"start {plan.mesh.world_size} ranks, or make a plan for this world",
+            fix=f"start {plan.mesh.world_size} ranks (torchrun --nproc-per-node {plan.mesh.world_size}), or "
+            "make a plan for this world",
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)
@@ -253,6 +272,9 @@ def verify(
     All ranks are threads of this process. Both compute in float64 with plain SGD, whatever the plan's
     optimizer.
     """
+    _check_type("analyzed", analyzed, AnalyzedModel, "analyzed = mw.analyze(model, batch)")
+    _check_type("plan", plan, Plan, "mw.make_plan(analyzed, job, mesh)")
+    _check_type("batches", batches, Sequence, "a list of batches, one for each step: [batch]")
     loss = as_loss(loss) or analyzed.loss
     prepared = [loss.prepare(batch_tensors(batch, analyzed)) for batch in batches]
     case = make_parity_case(

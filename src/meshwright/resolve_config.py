@@ -27,6 +27,7 @@ from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.model.loss.as_loss import as_loss
 from meshwright.model.loss.loss_definition import Loss, empty_loss_error
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
@@ -51,7 +52,7 @@ from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.shuffle import ABSENT_SAMPLE
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.data.token_dataset import TokenDataset
-from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer
+from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer, tokenizer_notes
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
@@ -230,7 +231,9 @@ def _plan_request(
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
+    notes = [*notes, *job.precision.notes(), *tokenizer_notes(job)]
     plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
+    notes = [*notes, *uneven_split_notes(plan.sharding)]
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
     if data is None:
         return None

@@ -199,3 +199,28 @@ def test_a_loader_whose_order_is_not_that_of_the_plan_is_refused(tmp_path: Path)
         trained_on(weighted, tmp_path)
     with pytest.raises(PlanError, match="an iterable dataset, which has no sample by index"):
         trained_on(DataLoader(Endless()), tmp_path)
+
+
+@pytest.mark.parametrize(("size", "is_warned"), [(1, False), (12, False), (4, True)])
+def test_a_loader_with_another_batch_size_is_warned_of(
+    size: int, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    plan = make_plan(ANALYZED, tiny_job(), run=RunConfig(str(tmp_path), save_every=0))
+    samples = [{key: value[i] for key, value in DATA.items()} for i in range(len(DATA["input_ids"]))]
+    with parallelize(ANALYZED, plan) as engine:
+        meshwright.train(engine, DataLoader(samples, batch_size=size))
+    warned = [
+        text for text in caplog.messages if text.startswith("the DataLoader makes batches of 4 samples")
+    ]
+    assert len(warned) == is_warned
+    assert all("write batch_size=12" in text for text in warned)
+
+
+@pytest.mark.parametrize("samples", [[DATA], "text.txt"])
+def test_samples_that_are_no_dataset_are_refused(samples: object, tmp_path: Path):
+    plan = make_plan(ANALYZED, tiny_job(), run=RunConfig(str(tmp_path), save_every=0))
+    with (
+        parallelize(ANALYZED, plan) as engine,
+        pytest.raises(PlanError, match=r"data: the samples are a (list|str)\n.*a dict of tensors"),
+    ):
+        meshwright.train(engine, samples)

@@ -412,3 +412,9 @@ def test_a_collator_that_joins_the_samples_of_a_batch_needs_batches_of_one(tmp_p
     with pytest.raises(PlanError, match="the collator makes 1 row of 2 samples") as error:
         trainer.train()
     assert "per_device_train_batch_size=1" in str(error.value)
+
+
+def test_an_evaluation_without_samples_is_refused(tmp_path):
+    trainer = MeshwrightTrainer(llama(), arguments(tmp_path), train_dataset=samples(), mesh=mw.Mesh())
+    with pytest.raises(PlanError, match=r"trainer: evaluate\(\) without samples.*\n.*pass eval_dataset="):
+        trainer.evaluate()

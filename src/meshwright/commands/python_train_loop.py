@@ -8,7 +8,9 @@ resumes from the newest checkpoint when it is called again. A rank that runs out
 the plan that need less.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -31,6 +33,8 @@ from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as play_all
 from meshwright.run.training.trainer import batch_tensors
+
+logger = logging.getLogger(__name__)
 
 Samples = Dataset | Mapping[str, torch.Tensor] | TorchDataset | DataLoader
 
@@ -85,9 +89,20 @@ def _as_data(samples: Samples, trainer: Trainer) -> Dataset:
     if isinstance(samples, Mapping):
         return PreparedDataset(ExampleDataset(batch_tensors(samples, trainer.analyzed)), prepare)
     if isinstance(samples, DataLoader):
+        size = trainer.plan.job.train.batch
+        if samples.batch_size not in (None, 1, size) and trainer.world.rank == 0:  # 1: torch's default
+            logger.warning(
+                "the DataLoader makes batches of %d samples, and a step of the plan takes %d over all ranks: "
+                "the loader's size is not used; write batch_size=%d, or make the plan with train.batch = %d",
+                *(samples.batch_size, size, size, samples.batch_size),
+            )
         return PreparedDataset(_of_loader(samples), prepare)
     if isinstance(samples, TorchDataset):
         return PreparedDataset(_of_loader(DataLoader(samples)), prepare)
+    if isinstance(samples, (str, Path, list, tuple)):
+        text = f"the samples are a {type(samples).__name__}"
+        fix = "pass a dict of tensors with one sample per row, a dataset of torch, or a DataLoader over one"
+        raise PlanError(text, fix=fix, location="data")
     return PreparedDataset(samples, prepare)
 
 

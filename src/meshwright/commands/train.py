@@ -27,7 +27,7 @@ from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import (
     CHECKPOINTS_FOLDER,
     check_checkpoints_usable,
-    checkpoint_names,
+    checkpoint_steps_fix,
     resume,
 )
 from meshwright.run.config.config_and_plan_files import read_request, request_as_dict
@@ -128,7 +128,7 @@ def train(
     plan = resolved[1].plan
     folder = Path(plan.run.folder)
     if from_step is not None and not step_folder(folder / CHECKPOINTS_FOLDER, from_step).is_dir():
-        fix = f"choose one of: {checkpoint_names(folder / CHECKPOINTS_FOLDER)}"
+        fix = checkpoint_steps_fix(folder / CHECKPOINTS_FOLDER)
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:

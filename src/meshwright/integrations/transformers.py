@@ -158,6 +158,14 @@ class MeshwrightTrainer(TransformersTrainer):
         self._tr_loss = self._tr_loss.double()
         return loss + self._metrics.loss
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Returns the batches to evaluate on; raises PlanError if there is no dataset for them."""
+        if eval_dataset is None and self.eval_dataset is None:
+            text = "evaluate() without samples: the trainer has no eval_dataset"
+            fix = "pass eval_dataset=... to MeshwrightTrainer, or to evaluate()"
+            raise PlanError(text, fix=fix, location="trainer")
+        return super().get_eval_dataloader(eval_dataset)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,

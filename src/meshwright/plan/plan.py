@@ -85,6 +85,8 @@ class Plan:
             *strategy_choice_diagnostics(ordered),
             *model_diagnostics(model_spec),
         ]
+        if not isinstance(job.train.batch, int):
+            raise_diagnostics(diagnostics)  # the checks below divide it
         for strategy in ordered:
             diagnostics += strategy.check(job, sharding)
             sharding = strategy.place(sharding)

@@ -2,10 +2,10 @@
 itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.mesh import AXES
@@ -20,12 +20,33 @@ EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(  # of strategies, in other libraries and in short
+    {
+        **dict.fromkeys(("fsdp", "fsdp2", "fully_shard", "hsdp", "deepspeed"), "zero"),
+        **dict.fromkeys(("dp", "data_parallel"), "ddp"),
+        **dict.fromkeys(("tp", "megatron"), "tensor_parallel"),
+        **dict.fromkeys(("pp", "pipeline_parallel", "gpipe", "1f1b"), "pipeline"),
+        **dict.fromkeys(("cp", "context_parallel", "ring_attention"), "ring"),
+        "sp": "sequence_parallel",
+        **dict.fromkeys(("gradient_checkpointing", "checkpointing", "recompute"), "activation_checkpointing"),
+    }
+)
+
+
+def suggest_strategy(name: str, known: Iterable[str]) -> str:
+    """Returns the repair for the unknown strategy `name`: the one that other libraries call so, else the most
+    similar of `known`.
+    """
+    known, other = tuple(known), OTHER_NAMES.get(name.lower().replace("-", "_"))
+    return f"here it is called '{other}'" if other in known else suggest_name(name, known)
+
 
 def model_diagnostics(model_spec: ModelSpec) -> Iterator[Diagnostic]:
     """Yields what is wrong with the model for any plan."""
     if not model_spec.trainable:
         text = f"none of the {len(model_spec.params)} parameters of {model_spec.name} is trained"
-        yield Diagnostic(text, "set requires_grad on those to be trained", "model")
+        fix = "leave those to be trained out of model.frozen, or set their requires_grad in the model"
+        yield Diagnostic(text, fix, "model")
 
 
 def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Diagnostic]:
@@ -68,7 +89,9 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         )
         text = f"the gradients of {len(unreduced)} parameters ({unreduced[0].param.name}...)"
         text += f" stay partial sums over {axes}"
-        fix = f'add a strategy that reduces them along {axes}: [[strategies]] name = "ddp"'
+        strategy = "zero" if axes == "dp_shard" else "ddp"
+        fix = f'add a strategy that reduces them along {axes}: [[strategies]] name = "{strategy}"'
+        fix += "" if "," in axes or axes in ("dp_replicate", "dp_shard") else f', axis = "{axes}"'
         if any(
             param_sharding.flat_shard_axes for param_sharding in unreduced
         ):  # the strategy that shards them must also replicate the shards

@@ -17,6 +17,7 @@ import torch
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_dropout import StatelessDropout
@@ -233,14 +234,15 @@ def _loss(
     begin: int = 0,
 ) -> torch.Tensor:
     inputs = parity_case.loss.model_inputs(batch)
-    if rng is None:
-        outputs = subject.module(**inputs)
-    else:
-        num_rows = len(next(iter(batch.values())))
-        first = step * parity_case.single_device_plan.job.train.batch + begin
-        rng.begin_forward(step, torch.arange(first, first + num_rows))
-        with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
+    with explain_forward_errors(subject.module, inputs, parity_case.loss.model_inputs(subject.dummy_batch)):
+        if rng is None:
             outputs = subject.module(**inputs)
+        else:
+            num_rows = len(next(iter(batch.values())))
+            first = step * parity_case.single_device_plan.job.train.batch + begin
+            rng.begin_forward(step, torch.arange(first, first + num_rows))
+            with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
+                outputs = subject.module(**inputs)
     return parity_case.loss.total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )

@@ -77,14 +77,14 @@ def test_a_stop_request_of_one_rank_reaches_all():
 def test_a_step_with_too_many_or_unequal_samples_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
-        ValueError,
-        match=r"13 samples and this rank takes 12 in a step; pass at most that many, or raise train\.batch",
+        PlanError,
+        match=r"13 samples and this rank takes 12 in a step\n.*trainer\.local_batch.*raise train\.batch",
     ):
         done.executor.step(token_samples(13))
     needed = "the batch holds input_ids 12, labels 11; needed are as many samples in every tensor"
-    with pytest.raises(ValueError, match=needed):
+    with pytest.raises(PlanError, match=needed):
         done.executor.step({**BATCH, "labels": BATCH["labels"][:11]})
-    with pytest.raises(ValueError, match=r"the batch holds no tensors(?s:.*)pass None when"):
+    with pytest.raises(PlanError, match=r"the batch holds no tensors(?s:.*)pass None when"):
         done.executor.step({})
     assert done.executor.steps_done == 0
 

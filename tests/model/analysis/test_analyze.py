@@ -126,8 +126,8 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     )
     with pytest.raises(
         PlanError,
-        match=r"on samples like y \[2, 6\] float32: "
-        r"TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
+        match=r"batch\.y: the forward of Plain takes x, and the batch has 'y'\n"
+        r"  repair: give it the name of an argument: choose one of: x",
     ):
         analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, unknown_loss())
 

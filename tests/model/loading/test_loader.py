@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.loader import LoadedModel, Model, load_factory, load_model, read_source_config
+from meshwright.model.loading.loader import (
+    LoadedModel,
+    Model,
+    load_factory,
+    load_model,
+    load_module,
+    read_source_config,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 
@@ -185,3 +192,12 @@ def test_overrides_of_a_factory_are_refused(file: str):
 def test_a_model_is_its_module_alone_by_default():
     model = Model(nn.Linear(1, 1))
     assert (model.example, model.blocks, model.loss) == (None, None, None)
+
+
+def test_a_module_without_values_is_refused_with_the_factory():
+    with torch.device("meta"):
+        module = nn.Linear(3, 2)
+    with pytest.raises(
+        PlanError, match=r"Linear: the parameters of Linear are on the device 'meta'.*\n.*lambda: "
+    ):
+        load_module(module, 0)

@@ -64,3 +64,17 @@ def test_a_copy_where_aligned_labels_are_taken_is_refused():
 @pytest.mark.parametrize("shift", [False, True])
 def test_labels_that_may_be_meant_are_taken(batch: dict[str, torch.Tensor], shift: bool):
     assert token_cross_entropy(shift_labels=shift).prepare(batch)["labels"].shape == batch["labels"].shape
+
+
+@pytest.mark.parametrize(("label", "given"), [(10, "labels from 0 to 10"), (-1, "labels from -1 to 8")])
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int, given: str):
+    labels = NEXT.clone()
+    labels[1, 0] = label
+    message = rf"batch\.labels: {given}, and the model has 10 tokens, numbered from 0\n.*-100 leaves a token"
+    with pytest.raises(PlanError, match=message):
+        token_cross_entropy().total(torch.zeros(2, 4, 10), {"labels": labels})
+
+
+def test_labels_that_do_not_count_may_be_ignored_with_those_of_the_vocabulary():
+    total = token_cross_entropy().total(torch.zeros(2, 4, 10), ALIGNED)
+    assert total.item() == pytest.approx(6 * torch.tensor(10.0).log().item())

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from meshwright.api import analyze, make_plan
 from meshwright.cli import app
 from meshwright.model.loading.loader import Model
+from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.job.data_config import DataConfig
@@ -180,3 +182,17 @@ def test_the_command_refuses_before_anything_starts(
     done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *options])
     assert done.exit_code == 2, done.output
     assert message in " ".join((done.output + done.stderr).split())
+
+
+@pytest.mark.parametrize(("ranks", "is_noted"), [(2, False), (3, True), (4, False)])
+def test_heads_that_the_ranks_do_not_divide_are_noted(ranks: int, is_noted: bool):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    analyzed = analyze(lambda: LlamaForCausalLM(config), batch)
+    plan = make_plan(analyzed, Job(train=TrainConfig(batch=4)), Mesh(tp=ranks))
+    notes = list(uneven_split_notes(plan.sharding))
+    assert len(notes) == is_noted
+    if is_noted:
+        assert "have 4 heads, which do not divide by the 3 ranks along tp: the fullest has 2" in notes[0]
+        assert notes[0].endswith("; mesh.tp = 2 or 4 divides them")

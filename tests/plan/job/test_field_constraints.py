@@ -106,7 +106,11 @@ def test_defaults_replace_wrong_values_and_a_field_without_one_keeps_its_value()
     ("changes", "message"),
     [
         ({"text": 3}, "job.text: text = 3; needed is a string\n  repair: write a string"),
-        ({"share": "0.5"}, "job.share: share = '0.5'; needed is a number\n  repair: write share = None"),
+        (
+            {"share": "0.5"},
+            "job.share: share = '0.5'; needed is a number\n  repair: write share = 0.5, without quotes",
+        ),
+        ({"share": "half"}, "job.share: share = 'half'; needed is a number\n  repair: write share = None"),
         ({"names": "red"}, "job.names: names = 'red'; needed is a tuple\n  repair: write names = ('red',)"),
         (
             {"names": ["red", "green"]},

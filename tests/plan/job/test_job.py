@@ -298,3 +298,11 @@ def test_every_role_has_a_dtype(precision: PrecisionConfig, roles: str):
     assert list(precision.diagnostics()) == []
     assert dict(zip(ROLES, roles.split(), strict=True)) == precision.roles
     assert precision.scales_loss == ("float16" in roles.split())
+
+
+def test_bfloat16_parameters_without_a_master_are_noted():
+    (note,) = PrecisionConfig("bfloat16", "bfloat16").notes()
+    assert "steps below 1/512 of a weight are lost" in note
+    assert 'precision.master = "float32"' in note
+    for precision in (PrecisionConfig(), PrecisionConfig("bfloat16", "bfloat16", master="float32")):
+        assert not list(precision.notes())

@@ -112,6 +112,12 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
             3,
             "mesh: the mesh dp_replicate 2 has 2 ranks and 3 were started\n  repair: start 2 ranks",
         ),
+        (
+            {},
+            3,
+            "mesh: without a mesh the plan is for one device, and 3 ranks were started\n"
+            "  repair: set mesh.dp_shard = -1",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, message: str):

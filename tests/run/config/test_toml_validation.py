@@ -38,7 +38,6 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
             "'adamw_8bit', 'lion',"
             " 'lion_bf16', 'adafactor' or 'muon'\n  repair: did you mean 'adamw'?",
         ),
-        ("[optimizer]\nbetas = [0.9]", "run.toml: optimizer.betas.1: this key is missing"),
         ("[[optimizer.groups]]\nlr_factor = 1", "run.toml: optimizer.groups.0.pattern: this key is missing"),
         (
             "[data]\ninclude = '*.py'",
@@ -77,6 +76,14 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         (
             "[mesh]\ndp_shart = 2",
             "run.toml: mesh.dp_shart: there is no axis 'dp_shart'\n  repair: did you mean 'dp_shard'?",
+        ),
+        (
+            "[optimizer]\nbetas = 0.9",
+            "optimizer.betas: given is 0.9; needed is a list in [ ]\n  repair: write 2 values: [0.9, 0.9]",
+        ),
+        (
+            "[optimizer]\nbetas = [0.9]",
+            "optimizer.betas.1: the list has too few values\n  repair: write 2 values in [ ]",
         ),
         ("[mesh]\ntp = 2.5", "run.toml: mesh.tp: given is 2.5; needed is a whole number"),
         (

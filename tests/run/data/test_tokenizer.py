@@ -14,6 +14,7 @@ from meshwright.run.data.tokenizer import (
     make_tokenizer,
     resolve_tokenizer,
     tokenizer_diagnostics,
+    tokenizer_notes,
 )
 from tests.run.data.corpora import END, PLAIN, tokenizer
 
@@ -108,3 +109,14 @@ def test_a_tokenizer_without_an_end_of_text_packs_nothing(tmp_path):
     assert "eos_token" in fault.fix
     assert not list(tokenizer_diagnostics(codec, is_packed=False))
     assert not list(tokenizer_diagnostics(ByteTokenizer(), is_packed=True))
+
+
+def test_bytes_beside_the_tokenizer_of_the_model_are_noted(tmp_path):
+    folder = tokenizer(tmp_path)
+    (note,) = tokenizer_notes(Job(ModelConfig(folder), DataConfig("a", tokenizer="bytes")))
+    assert note.startswith("texts are read as bytes, and the model has a tokenizer: leave data.tokenizer out")
+    for job in (
+        Job(ModelConfig(folder), DataConfig("a", tokenizer=folder)),
+        Job(ModelConfig("model.py:build"), DataConfig("a", tokenizer="bytes")),
+    ):
+        assert not list(tokenizer_notes(job))

@@ -199,7 +199,7 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path,
         whole.play(step=5)
     (fault,) = caught.value.diagnostics
     assert fault.problem == "there is no checkpoint of step 5"
-    assert fault.fix == "choose one of: step-00000004, step-00000008, step-00000012"
+    assert fault.fix == "choose one of: 4, 8, 12"
 
 
 def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp_path):

@@ -251,3 +251,32 @@ def test_an_optimizer_over_a_module_needs_that_module():
     analyzed, plan = plan_for(1)
     with pytest.raises(PlanError, match="the AdamW is over parameters of a module, and the model passed is"):
         mw.parallelize(analyzed, plan, optimizer=two_groups(module()))
+
+
+def test_a_step_that_is_not_finite_is_warned_of_once_with_the_tensors_that_are_not(caplog):
+    example = batch(0)
+    analyzed = mw.analyze(module, example, loss=squares())
+    harmful = {**example, "x": example["x"].clone()}
+    harmful["x"][0, 0] = float("nan")
+    with mw.parallelize(analyzed, mw.make_plan(analyzed, JOB)) as trainer:
+        trainer.step(trainer.local_batch(example))
+        assert not caplog.messages
+        for _ in range(2):
+            trainer.step(trainer.local_batch(harmful))
+    (message,) = caplog.messages
+    assert message.startswith(
+        "step 2: the loss is nan and the gradient norm nan, and x of the batch is not finite"
+    )
+    assert 'guard.action = "skip"' in message
+
+
+def test_a_step_that_changes_nothing_is_warned_of_once(caplog):
+    analyzed, nothing = analyzed_model(), token_samples(12)
+    nothing["labels"] = torch.full_like(nothing["labels"], -100)
+    job = mw.Job(train=mw.TrainConfig(steps=2, batch=12))
+    with mw.parallelize(analyzed, mw.make_plan(analyzed, job)) as trainer:
+        for _ in range(2):
+            assert trainer.step(trainer.local_batch(nothing)).is_skipped
+    assert caplog.messages == [
+        "step 1 changed nothing: no label of the batch counts (-100, or a weight of 0)"
+    ]

@@ -23,6 +23,7 @@ from meshwright.engine.forward_backward.context_parallel_forward import FullSequ
 from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import StatelessDropout
@@ -140,10 +141,10 @@ def _outputs(
     microbatches: Iterable[EvalMicrobatch], state: RankState, dealing: FullSequenceRunner
 ) -> Iterator[tuple[EvalMicrobatch, Any]]:
     for microbatch in microbatches:
-        with dealing.forward_context(microbatch.batch):
-            outputs = dealing.run_model(
-                state.trained_module.module, state.loss.model_inputs(microbatch.batch)
-            )
+        module, inputs = state.trained_module.module, state.loss.model_inputs(microbatch.batch)
+        example = state.loss.model_inputs(state.trained_module.dummy_batch)
+        with explain_forward_errors(module, inputs, example), dealing.forward_context(microbatch.batch):
+            outputs = dealing.run_model(module, inputs)
         yield microbatch, outputs
 
 

@@ -128,15 +128,28 @@ def make_optimizers(
         raise PlanError(
             text, fix="remove `name` from the groups, or pass no optimizer", location="optimizer.groups"
         )
-    given = (
-        optimizer_factory.make(parameters)
-        if isinstance(optimizer_factory, OptimizerTemplate)
-        else optimizer_factory(make_param_groups(config, parameters, param_specs))
-    )
+    if isinstance(optimizer_factory, OptimizerTemplate):
+        given = optimizer_factory.make(parameters)
+    else:
+        given = _call_factory(optimizer_factory, make_param_groups(config, parameters, param_specs))
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     check_optimizers(optimizers, parameters)
     check_shard_alignments(optimizers, parameters, shard_alignments or {})
     return optimizers
+
+
+def _call_factory(
+    factory: OptimizerFactory, groups: OptimizerParamGroups
+) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer]:
+    try:
+        return factory(groups)
+    except (TypeError, ValueError) as error:
+        text = f"{factory!r} makes no optimizer of parameter groups: {type(error).__name__}: {error}"
+        fix = (
+            "pass a class (torch.optim.AdamW), or lambda groups: torch.optim.AdamW(groups, ...); an "
+            "optimizer of the job needs no argument: OptimizerConfig('adamw')"
+        )
+        raise PlanError(text, fix=fix, location="optimizer") from error
 
 
 def check_optimizers(

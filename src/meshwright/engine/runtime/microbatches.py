@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from meshwright.model.loss.loss_definition import Batch
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 
 LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, or its microbatches, or none
@@ -16,7 +17,7 @@ def split_microbatches(
 ) -> tuple[list[Batch], int]:
     """Returns the microbatches of one step on `device`, padded with `dummy_batch`, and their sample count.
 
-    Raises ValueError for a batch with more samples than the plan's, or whose tensors differ in samples, and
+    Raises PlanError for a batch with more samples than the plan's, or whose tensors differ in samples, and
     for microbatches of which any but the last differs from the plan's size.
     """
     size = plan.micro_batch
@@ -58,7 +59,9 @@ def _check_given(
             f"microbatches of {', '.join(map(str, counts))} samples; needed are at most "
             f"{plan.num_microbatches} of {plan.micro_batch}"
         )
-        raise ValueError(f"{text}; pass full ones, of which the last may have fewer samples")
+        raise PlanError(
+            text, fix="pass full ones, of which the last may have fewer samples", location="batch"
+        )
     filled = [*batches, *[stand_in] * (plan.num_microbatches - len(counts))]
     return [{key: value.to(device) for key, value in microbatch.items()} for microbatch in filled], sum(
         counts
@@ -70,8 +73,10 @@ def single_microbatch(
 ) -> tuple[list[Batch], int]:
     """Returns all samples of a rank that may read for others as one microbatch, and their number."""
     if batch is not None and not isinstance(batch, Mapping):
-        raise ValueError(
-            "a list of microbatches, where one rank reads for others; pass all samples as one batch"
+        raise PlanError(
+            "a list of microbatches, where one rank reads for others",
+            fix="pass all samples as one batch",
+            location="batch",
         )
     num_samples = 0 if batch is None else count_samples(batch, plan)
     return [
@@ -85,16 +90,17 @@ def single_microbatch(
 def count_samples(batch: Batch, plan: Plan) -> int:
     """Returns the number of samples of `batch`.
 
-    Raises ValueError when its tensors differ in samples, or there are more than a rank processes.
+    Raises PlanError when its tensors differ in samples, or there are more than a rank processes.
     """
     num_samples = {key: len(value) for key, value in batch.items()}
     if len(set(num_samples.values())) != 1:
         listed = ", ".join(f"{key} {num}" for key, num in num_samples.items()) or "no tensors"
         text = f"the batch holds {listed}; needed are as many samples in every tensor"
-        raise ValueError(f"{text}; pass None when this rank has no samples left")
+        raise PlanError(text, fix="pass None when this rank has no samples left", location="batch")
     num = next(iter(num_samples.values()))
     limit = plan.job.train.batch if plan.sharding.primary_rank_axes else plan.local_batch
     if num > limit:
         text = f"the batch has {num} samples and this rank takes {limit} in a step"
-        raise ValueError(f"{text}; pass at most that many, or raise train.batch")
+        fix = "pass this rank's samples of a global batch, trainer.local_batch(batch), or raise train.batch"
+        raise PlanError(text, fix=fix, location="batch")
     return num

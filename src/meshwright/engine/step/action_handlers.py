@@ -33,6 +33,7 @@ from meshwright.engine.step.spike_diagnosis import (
     StageReplay,
     diagnose_spike,
 )
+from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, backward, backward_from
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.plan import Plan
@@ -115,7 +116,7 @@ class ActionHandlers:
     def begin_step(self, step: int, batch: LocalBatch, *, stop: bool) -> None:
         """Begins a step: splits the rank's samples into microbatches, padded with dummies that weigh nothing.
 
-        Raises ValueError for a batch with more samples than the plan's, or whose tensors differ in samples.
+        Raises PlanError for a batch with more samples than the plan's, or whose tensors differ in samples.
         """
         split = single_microbatch if self.plan.sharding.primary_rank_axes else split_microbatches
         microbatches, num_samples = split(
@@ -152,7 +153,9 @@ class ActionHandlers:
         """
         state = self.state
         inputs = state.loss.model_inputs(state.microbatches[microbatch])
+        example = state.loss.model_inputs(state.trained_module.dummy_batch)
         with (
+            explain_forward_errors(state.trained_module.module, inputs, example),
             self._autocast(),
             self.step_rng.forward_context(microbatch),
             self._sequence_runner.forward_context(state.microbatches[microbatch]),

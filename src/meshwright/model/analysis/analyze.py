@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.find_model_loss import find_loss_inputs
+from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
 from meshwright.model.analysis.sharding_trials import (
@@ -50,7 +51,7 @@ from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardC
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values, without_fake_tensor_log
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
@@ -230,6 +231,8 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        check_outputs_need_grad(findings.outputs)
     check_is_sum(loss, example_samples, findings.outputs)
     divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
@@ -330,7 +333,7 @@ def _run_trial(
     make_fake(module, mode)
     recorder, result = OperationRecorder(module), None
     try:
-        with mode:
+        with mode, without_fake_tensor_log():
             fake_batches = {
                 batch: {key: mode.from_tensor(value) for key, value in samples.items()}
                 for batch, samples in batches.items()
@@ -340,7 +343,7 @@ def _run_trial(
         raise
     except Exception as error:
         if not depends_on_values(error):
-            raise _forward_error(error, inputs) from error
+            raise trial_error(error, inputs, module) from error
     if reads_values := result is None:
         module = make_trial_module(plan)
         # batched experts on real tensors need expert weights per token
@@ -352,7 +355,7 @@ def _run_trial(
         except PlanError:
             raise
         except Exception as error:
-            raise _forward_error(error, inputs) from error
+            raise trial_error(error, inputs, module) from error
     findings, sites, _ = result
     repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
     findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
@@ -415,23 +418,6 @@ def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None
             "it calls only submodules"
         )
         raise PlanError(text, fix=fix, location="model.blocks")
-
-
-def _forward_error(error: Exception, inputs: Example) -> PlanError:
-    given = ", ".join(
-        f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        for key, value in inputs.items()
-    )
-    text = (
-        f"the forward fails in a trial on samples like {given or 'no arguments'}: "
-        f"{type(error).__name__}: {error}"
-    )
-    fix = (
-        "repair the forward (the traceback above is its own), or the example: its keys, less "
-        "the targets, are the arguments"
-    )
-    fix = f"{fix}; a model with other inputs than text returns one: meshwright.Model(module, example={{...}})"
-    return PlanError(text, fix=fix, location="model")
 
 
 def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: TrialFindings) -> Iterator[str]:

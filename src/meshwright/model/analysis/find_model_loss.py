@@ -14,7 +14,7 @@ from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import loss_inputs
 from meshwright.model.loss.model_loss import OWN_LOSS_FIX, label_keys, read_model_loss
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values, without_fake_tensor_log
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, TrialFindings, make_fake
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
@@ -51,7 +51,7 @@ def _on_fake_tensors(module: nn.Module, samples: Example) -> Loss | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(module, mode)
     try:
-        with mode:
+        with mode, without_fake_tensor_log():
             batch = {key: mode.from_tensor(value) for key, value in samples.items()}
             return read_model_loss(module, batch, lambda batch: module(**batch))
     finally:

@@ -181,6 +181,17 @@ def load_module(given: nn.Module | Model, seed: int) -> LoadedModel:
     """Returns a copy of `given` with deferred initialization and its values."""
     name = "model" if isinstance(given, Model) else type(remove_wrapper(given)).__name__
     model = _check_model(given, name)
+    if isinstance(model.module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        text = f"a {type(model.module).__name__}, which divides batches itself"
+        raise PlanError(
+            text, fix="pass the module in it: model.module; the mesh divides batches", location=name
+        )
+    if any(parameter.is_meta for parameter in model.module.parameters()):
+        raise PlanError(
+            f"the parameters of {name} are on the device 'meta', where they have no values",
+            fix=f"pass what makes it, a factory: lambda: {name}(...); each rank makes values of its own",
+            location=name,
+        )
     return _load(lambda: (model, copy.deepcopy(model.module)), seed, name, ())
 
 

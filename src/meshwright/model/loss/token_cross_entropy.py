@@ -21,6 +21,7 @@ from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss, Voc
 from meshwright.model.loss.vocab_parallel_cross_entropy import (
     NUM_TOKEN_STATS,
     VocabShard,
+    check_labels,
     vocab_parallel_cross_entropy,
 )
 from meshwright.plan.job.errors import PlanError
@@ -169,6 +170,8 @@ def _token_total(outputs: Any, batch: Batch, label_smoothing: float) -> torch.Te
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     flat, labels = logits.reshape(-1, logits.shape[-1]), batch[LABELS_KEY].reshape(-1)
+    if not labels.is_floating_point():
+        check_labels(labels.masked_fill(labels == IGNORE_INDEX, 0), logits.shape[-1])
     token_loss = partial(
         F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL
@@ -59,15 +60,22 @@ def vocab_parallel_cross_entropy(
     """
     counts = weights != 0
     labels = labels.masked_fill(~counts, 0)
-    if labels.numel() and labels.device.type == "cpu":  # on a GPU this would synchronize
-        min_label, max_label = int(labels.min()), int(labels.max())
-        if min_label < 0 or max_label >= vocab_shard.vocab_size:
-            text = (
-                f"labels from {min_label} to {max_label}, and the model has {vocab_shard.vocab_size} tokens, "
-                "numbered from 0"
-            )
-            raise PlanError(text, fix="correct the labels; -100 leaves a token out", location="batch.labels")
+    check_labels(labels, vocab_shard.vocab_size)
     return _CrossEntropy.apply(logits, labels, weights, vocab_shard, label_smoothing)
+
+
+def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
+    """Raises PlanError for a label outside of the vocabulary; labels on an accelerator are not looked at,
+    because this would wait for the device.
+    """
+    if not labels.numel() or labels.device.type != "cpu" or isinstance(labels, FakeTensor):
+        return
+    min_label, max_label = int(labels.min()), int(labels.max())
+    if min_label < 0 or max_label >= vocab_size:
+        text = (
+            f"labels from {min_label} to {max_label}, and the model has {vocab_size} tokens, numbered from 0"
+        )
+        raise PlanError(text, fix="correct the labels; -100 leaves a token out", location="batch.labels")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -4,6 +4,10 @@ int(mask.sum())             needs a value that no fake tensor has: run it on rea
 torch.cat([a, b], dim=1)    of sizes that do not fit: as wrong on real tensors
 """
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -11,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,6 +24,20 @@ NEEDS_VALUES = (
 )
 # Other messages of torch about fake tensors; the last is of grouped_mm, whose fake kernel is stricter.
 FAKE_TENSOR_LIMITS = ("tensor subclass", "not allocated", "fake impl", "Expected inputs of BF16 type")
+
+
+@contextmanager
+def without_fake_tensor_log() -> Iterator[None]:
+    """Keeps torch from printing the traceback of an operation that fails on fake tensors; the error that it
+    raises says all.
+    """
+    torch_logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+    level = torch_logger.level
+    torch_logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        torch_logger.setLevel(level)
 
 
 def depends_on_values(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
+MAX_IMBALANCE = 1.2  # units of the fullest rank, over the mean
 MAX_REPORTED = 4  # reasons in a message
 UNSHARDED_DECLARATIONS = ("", "replicated")
 SHARDED_ROLES = ("colwise", "rowwise", "colwise_gather_output")
@@ -89,6 +90,26 @@ def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iter
             text,
             f"set mesh.{axis} to at most {units}{_same_rank_count_fix(axis, units, ranks)}",
             f"mesh.{axis}",
+        )
+
+
+def uneven_split_notes(sharding: ShardingPlan) -> Iterator[str]:
+    """Yields a note for each axis whose ranks get heads or other units so unevenly that most of them wait."""
+    found: dict[tuple[str, int], list[ParamSpec]] = {}
+    for param_sharding in sharding.param_shardings:
+        for axis, dim in param_sharding.sliced_dims.items():
+            units, ranks = param_sharding.param.dim_split(dim).max_ranks, sharding.mesh.size(axis)
+            if -(-units // ranks) * ranks > MAX_IMBALANCE * units:
+                found.setdefault((axis, units), []).append(param_sharding.param)
+    for (axis, units), weights in sorted(found.items()):
+        ranks, cuts = sharding.mesh.size(axis), [cut for weight in weights for cut in weight.dim_splits]
+        kind = "heads" if any(cut.num_heads == units for cut in cuts) else "units"
+        even = [str(size) for size in range(2, min(units, 2 * ranks) + 1) if units % size == 0]
+        fix = f"; mesh.{axis} = {' or '.join(even)} divides them" if even else ""
+        yield (
+            f"{LAYER_NUMBER.sub('*', weights[0].name)} and others have {units} {kind}, which do not divide "
+            f"by the {ranks} ranks along {axis}: the fullest has {-(-units // ranks)}, and the others wait "
+            f"for it{fix}"
         )
 
 

@@ -8,6 +8,7 @@ type allows it. What involves several fields is checked by the `diagnostics` met
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from math import inf
@@ -18,6 +19,7 @@ from meshwright.plan.job.errors import Diagnostic, suggest_choice
 
 Config = TypeVar("Config")
 Metadata = Mapping[str, "Constraint"]
+NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnosti
         return None
     has_default = item.default is not MISSING
     fix = f"write {item.name} = {item.default!r}, the default" if has_default else f"write {needed}"
+    if plain is float and isinstance(value, str) and NUMBER.fullmatch(value):
+        fix = f"write {item.name} = {value}, without quotes"
     return Diagnostic(f"{given}; needed is {needed}", fix, location)
 
 

@@ -87,6 +87,14 @@ class PrecisionConfig:
             )
         yield from self._scale_diagnostics()
 
+    def notes(self) -> Iterator[str]:
+        """Yields what trains, and perhaps not as it was meant."""
+        if self.effective.master == "bfloat16":
+            yield (
+                "bfloat16 parameters without a float32 master: steps below 1/512 of a weight are lost; set "
+                'precision.master = "float32"'
+            )
+
     def _compute_diagnostics(self) -> Iterator[Diagnostic]:
         if self.parameters in HALF_DTYPES and self.compute != self.parameters:
             text = f"{self.parameters} parameters with {self.compute} compute"

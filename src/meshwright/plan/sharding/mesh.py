@@ -102,10 +102,11 @@ class Mesh:
         mesh = cls(**sizes)
         if world_size is not None and mesh.world_size != world_size:
             text = f"the mesh {mesh} has {mesh.world_size} ranks and {world_size} were started"
-            fix = (
-                f"start {mesh.world_size} ranks, set one axis to -1, or leave the mesh out and let "
-                f"`meshwright plan CONFIG --devices {world_size} --out plan.toml` choose it"
-            )
+            fix = f"start {mesh.world_size} ranks, set one axis to -1, or leave the mesh out and let "
+            if mesh.world_size == 1:
+                text = f"without a mesh the plan is for one device, and {world_size} ranks were started"
+                fix = "set mesh.dp_shard = -1 (ZeRO, FSDP) or mesh.dp_replicate = -1 (DDP), or let "
+            fix += f"`meshwright plan CONFIG --devices {world_size} --out plan.toml` choose it"
             raise_diagnostics([Diagnostic(text, fix, "mesh")])
         return mesh
 

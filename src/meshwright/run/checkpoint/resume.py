@@ -164,7 +164,7 @@ def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, 
 
     def require_folder() -> bytes:
         if not path.is_dir():
-            fix = f"choose one of: {checkpoint_names(folder)}"
+            fix = checkpoint_steps_fix(folder)
             raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, location=str(folder))
         return b""
 
@@ -174,15 +174,13 @@ def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, 
     )
 
 
-def checkpoint_names(folder: Path) -> str:
-    """Returns the names of the checkpoints in `folder`, oldest first, as text."""
+def checkpoint_steps_fix(folder: Path) -> str:
+    """Returns the repair for a step without a checkpoint: the steps of the checkpoints in `folder`."""
+    found = [
+        str(step) for step, path in reversed(list_step_folders(folder)) if path == step_folder(folder, step)
+    ]
     return (
-        ", ".join(
-            path.name
-            for step, path in reversed(list_step_folders(folder))
-            if path == step_folder(folder, step)
-        )
-        or "none"
+        f"choose one of: {', '.join(found)}" if found else "leave the step out: there is no checkpoint here"
     )
 
 

@@ -63,6 +63,7 @@ from meshwright.plan.job.errors import (
 from meshwright.plan.job.field_constraints import field_diagnostics, without_wrong_values
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
+from meshwright.plan.strategy_compatibility import suggest_strategy
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.config.toml_validation import SchemaCheck
 
@@ -387,7 +388,7 @@ def _strategies(
             check.diagnostics.append(
                 Diagnostic(
                     f"there is no strategy '{name}'",
-                    suggest_name(name, known),
+                    suggest_strategy(name, known),
                     check.describe_path((*path, str(i), "name")),
                 )
             )

@@ -58,7 +58,7 @@ class SchemaCheck:
         try:
             return TypeAdapter(hint).validate_json(json.dumps(known), strict=True)
         except ValidationError as error:
-            self._translate(error.errors(include_url=False), known, path)
+            self._translate(error.errors(include_url=False), known, path, hint)
         except PlanError as error:  # the dataclass itself refused its values
             self.diagnostics += error.diagnostics
         return None
@@ -124,13 +124,14 @@ class SchemaCheck:
             if key in hints
         }
 
-    def _translate(self, errors: list[ErrorDetails], value: Any, path: KeyPath) -> None:
+    def _translate(self, errors: list[ErrorDetails], value: Any, path: KeyPath, hint: Any) -> None:
         groups: dict[KeyPath, list[ErrorDetails]] = {}
         for error in errors:
             inner = tuple(_steps_into(value, error))
             groups.setdefault((*path, *inner), []).append(error)
         for place, found in groups.items():
-            self.diagnostics.append(_type_diagnostic(found, self.describe_path(place)))
+            num_items = _num_items(hint, place[len(path) :])
+            self.diagnostics.append(_type_diagnostic(found, self.describe_path(place), num_items))
 
 
 def _field_hints(kind: type) -> dict[str, Any]:
@@ -143,6 +144,14 @@ def _item_hints(hint: Any, length: int) -> list[Any]:
     if get_origin(hint) is list or args[-1] is Ellipsis:
         return [args[0]] * length
     return [*args, *[Any] * length][:length]
+
+
+def _num_items(hint: Any, parts: KeyPath) -> int:
+    """Returns how many items the list at `parts` of a value of type `hint` has; 0 for any number."""
+    for part in parts:
+        hint = _field_hints(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else hint
+    args = get_args(hint) if get_origin(hint) is tuple else ()
+    return 0 if Ellipsis in args else len(args)
 
 
 def _steps_into(value: Any, error: ErrorDetails) -> Iterator[str]:
@@ -164,9 +173,11 @@ def _contains(value: Any, part: int | str) -> bool:
     return isinstance(value, dict) and part in value
 
 
-def _type_diagnostic(errors: list[ErrorDetails], where: str) -> Diagnostic:
+def _type_diagnostic(errors: list[ErrorDetails], where: str, num_items: int) -> Diagnostic:
     """One diagnostic for one value; a value that may be of several types comes with one error for each."""
     kind, given = errors[0]["type"], errors[0]["input"]
+    if kind == "missing" and num_items:
+        return Diagnostic("the list has too few values", f"write {num_items} values in [ ]", where)
     if kind == "missing":
         return Diagnostic("this key is missing", "write it: it has no default", where)
     if kind == "literal_error":
@@ -182,7 +193,9 @@ def _type_diagnostic(errors: list[ErrorDetails], where: str) -> Diagnostic:
     elif isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
         fix += ", without quotes"
     elif kind in ("tuple_type", "list_type"):
-        fix = f"write [{_json_text(given)}]" if not isinstance(given, dict) else fix
+        items = [_json_text(given)] * (num_items or 1)
+        values = f"{num_items} values: " if num_items else ""
+        fix = f"write {values}[{', '.join(items)}]" if not isinstance(given, dict) else fix
     return Diagnostic(f"given is {_json_text(given)}; needed is {text}", fix, where)
 
 

@@ -141,6 +141,13 @@ def resolve_tokenizer(job: Job, vocab_size: int | None) -> str:
     return BYTES
 
 
+def tokenizer_notes(job: Job) -> Iterator[str]:
+    """Yields a note if `job` asks for bytes and its model comes with a tokenizer."""
+    own = own_tokenizer(job.model) if job.data.tokenizer == BYTES else ""
+    if own:
+        yield f"texts are read as bytes, and the model has a tokenizer: leave data.tokenizer out to use {own}"
+
+
 def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[Diagnostic]:
     """Yields what keeps `tokenizer` from separating packed documents."""
     if is_packed and tokenizer.eos_token_id is None:

@@ -1,8 +1,10 @@
 """The public trainer: one rank of a plan, for training loops of your own."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import Self, TypeGuard
 
@@ -35,6 +37,8 @@ from meshwright.run.training.gathered_predictions import (
 )
 from meshwright.run.training.train_loop import save_checkpoint
 
+logger = logging.getLogger(__name__)
+
 
 class LocalSamples(dict[str, torch.Tensor]):
     """The samples of one rank: what `Trainer.local_batch` returns of a global batch."""
@@ -62,6 +66,7 @@ class Trainer:
             analyzed,
             oom_advisor,
         )
+        self._warned = False  # of a step that changed nothing, or whose numbers are not finite
 
     @property
     def module(self) -> nn.Module:
@@ -83,8 +88,11 @@ class Trainer:
         """
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
+        prepared = self._prepare(batch)
         with self.oom_advisor:
-            return self.executor.step(self._prepare(batch), stop=stop)
+            metrics = self.executor.step(prepared, stop=stop)
+        self._warn_once(metrics, prepared)
+        return metrics
 
     def evaluate(self, data: object, metrics: Mapping[str, EvalMetric] | None = None) -> Evaluation:
         """Returns the loss over the samples of `data`, exact over all ranks, and the `metrics` of the user.
@@ -134,6 +142,19 @@ class Trainer:
         is short.
         """
         return select_local_batch(batch_tensors(batch, self.analyzed), self.plan, self.world.rank)
+
+    def _warn_once(self, metrics: Metrics, batch: LocalBatch) -> None:
+        """Warns of the first step that changed nothing, or that made the parameters unusable."""
+        is_harmed = not (isfinite(metrics.loss) and isfinite(metrics.grad_norm))
+        if self._warned or metrics.overflow or metrics.spike is not None:
+            return
+        if metrics.is_skipped:
+            self._warned = True
+            text = "step %d changed nothing: no label of the batch counts (-100, or a weight of 0)"
+            logger.warning(text, metrics.step)
+        elif is_harmed:
+            self._warned = True
+            _warn_of_harm(metrics, batch)
 
     def _prepare(self, batch: object) -> LocalBatch:
         """Returns `batch` as the model and the loss read it."""
@@ -258,6 +279,19 @@ def batch_tensors(batch: object, analyzed: AnalyzedModel) -> dict[str, torch.Ten
     parsed = parse_batch(batch, analyzed.forward_parameters, analyzed.loss.targets)
     check_constants(parsed.constants, analyzed.constants)
     return parsed.tensors
+
+
+def _warn_of_harm(metrics: Metrics, batch: LocalBatch) -> None:
+    """Logs that the parameters are unusable, and which tensors of `batch` are not finite."""
+    given = [batch] if isinstance(batch, Mapping) else batch or []
+    causes = {key for each in given for key, value in each.items() if not value.isfinite().all()}
+    logger.warning(
+        "step %d: the loss is %s and the gradient norm %s%s; the parameters are unusable from here on. Load "
+        'a checkpoint, and correct the batch, or make the plan with guard.action = "skip", which leaves such '
+        "steps out",
+        *(metrics.step, metrics.loss, metrics.grad_norm),
+        f", and {', '.join(sorted(causes))} of the batch is not finite" if causes else "",
+    )
 
 
 def _iterate_batches(data: object, size: int) -> Iterator[object]:
