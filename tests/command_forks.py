@@ -1,10 +1,9 @@
 """Runs the command as forks of a process that has done the imports: two ranks are ready in a second, not in
-ten.
+five.
 
-In `tests.command_line.command`, importing torch takes long, once for the command and once for each rank. Here
-a process that has done the imports, and has one thread only, forks the command, and the command forks its
-ranks (benchmarks/recovery/forked_command.py). Processes, signals, pipes and exit codes are real. Tests that
-need an interpreter of their own use `command`.
+In `tests.command_line.command`, importing torch takes long. Here a process that has done the imports, and has
+one thread only, forks the command (benchmarks/recovery/forked_command.py), and the command forks its ranks.
+Processes, signals, pipes and exit codes are real. Tests that need an interpreter of their own use `command`.
 
 Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with
 exit codes.
@@ -19,7 +18,6 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
-from unittest.mock import patch
 
 import psutil
 
@@ -97,8 +95,7 @@ def run_forked(argv: list[str], out: str, err: str, folder: str) -> int:
 
         def body() -> int:
             os.dup2(errors.fileno(), 2)
-            with patch.object(subprocess, "Popen", forked_command._Rank):
-                return forked_command._main(argv)
+            return forked_command.run_main(argv)
 
         return forked_command.Forked(body, ENV, output, (errors.fileno(),), Path(folder)).wait()
 
@@ -108,7 +105,7 @@ def serve() -> None:
     for name in (*PRELOADED, *PRELOADED_FOR_TESTS):
         import_module(name)
     with suppress(SharedMemoryUnavailable):
-        load_library()  # compiled here: in a fork the compiler would be started as a rank
+        load_library()  # compiled here, once
     for request in sys.stdin:
         sys.stdout.write(f"{run_forked(**json.loads(request))}\n")
         sys.stdout.flush()

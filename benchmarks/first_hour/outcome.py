@@ -18,9 +18,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from unittest.mock import patch
 
 from benchmarks.first_hour.mistake import FIRST_FOLDER, Mistake
 from benchmarks.recovery import forked_command
@@ -114,11 +114,7 @@ def training_beside(line: str, folder: Path) -> Iterator[None]:
 
 
 def _command(line: str) -> Callable[[], int]:
-    def body() -> int:
-        with patch.object(subprocess, "Popen", forked_command._Rank):
-            return forked_command._main(shlex.split(line))
-
-    return body
+    return partial(forked_command.run_main, shlex.split(line))
 
 
 def _script(text: str, folder: Path) -> Callable[[], int]:

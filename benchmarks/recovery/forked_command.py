@@ -1,10 +1,8 @@
-"""Runs the command and its ranks as forks of a process that has done the imports: each is ready in a second,
-not in five.
+"""Runs the command as a fork of a process that has done the imports: it is ready in a second, not in five.
 
-A trial that kills a command takes milliseconds; importing torch takes long, once for the command and once for
-each rank. `command` forks a process that calls the command's own `main`, in its own session and folder; in
-it, the launcher's `subprocess.Popen` forks the ranks in the same way. Processes, signals, pipes and exit
-codes are real. The process that forks must have one thread only.
+A trial that kills a command takes milliseconds; importing torch takes long. `command` forks a process that
+calls the command's own `main`, in its own session and folder, which forks its ranks. Processes, signals,
+pipes and exit codes are real. The process that forks must have one thread only.
 """
 
 import os
@@ -15,9 +13,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
-from unittest.mock import patch
 
 POLL_S = 0.005
 
@@ -67,38 +65,11 @@ class Forked:
 
 def command(argv: Sequence[str], env: Mapping[str, str], output: IO[bytes], folder: Path) -> Forked:
     """Starts `meshwright ARGV...` in `folder`, as a fork of this process; its ranks are forks too."""
-
-    def body() -> int:
-        with patch.object(subprocess, "Popen", _Rank):
-            return _main(argv)
-
-    return Forked(body, env, output, folder=folder)
+    return Forked(partial(run_main, argv), env, output, folder=folder)
 
 
-class _Rank(Forked):
-    """Replaces `subprocess.Popen`, as run/launch/local_launcher.py calls it."""
-
-    def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdout: IO[bytes] | None,
-        pass_fds: Sequence[int],
-        **others: object,
-    ) -> None:
-        if list(argv[:3]) != [sys.executable, "-m", "meshwright"]:
-            raise ValueError(
-                f"the launcher starts {argv}; a fork can only be `python -m meshwright ...`; support it here"
-            )
-        super().__init__(lambda: _main(argv[3:]), env, stdout, pass_fds)
-
-    def __class_getitem__(cls, item: object) -> type:
-        """Returns the class: the launcher writes `subprocess.Popen[bytes]`."""
-        return cls
-
-
-def _main(argv: Sequence[str]) -> int:
+def run_main(argv: Sequence[str]) -> int:
+    """Runs `meshwright ARGV...` in this process, which is a fork for it; returns the exit code."""
     from meshwright.cli import main  # imported before the fork
 
     sys.argv = ["meshwright", *argv]

@@ -16,6 +16,7 @@ ResultFolder = Annotated[
 
 
 def network(
+    context: typer.Context,
     ranks: Annotated[str, typer.Option(help="Numbers of local ranks to measure (default: 2,3,4).")] = "",
     sizes: Annotated[
         str, typer.Option(help="Bytes of a message: 1KiB..64MiB (doubling), or 1KiB,64KiB,4MiB.")
@@ -52,7 +53,7 @@ def network(
         if rank_env is None or rank_env.rank == 0:
             command.check_writable((out, page))
         cluster = (
-            command.bench_local_ranks(request, out, local_launcher(), console)
+            command.bench_local_ranks(request, out, local_launcher(may_fork=bool(context.obj)), console)
             if rank_env is None
             else command.bench_job(rank_env, request, out)
         )
@@ -68,6 +69,7 @@ def network(
 
 
 def device(
+    context: typer.Context,
     kind: Annotated[
         str, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).")
     ] = "",
@@ -101,7 +103,7 @@ def device(
             command.measure_rank(rank_env, request, result_folder)
             return
         command.check_writable((out,))
-        profile = command.measure_device(request, out, local_launcher(), console)
+        profile = command.measure_device(request, out, local_launcher(may_fork=bool(context.obj)), console)
         command.print_profile(profile, console)
         console.print(f"\ndevice      {out}", soft_wrap=True)
         console.print(f"use it      meshwright search MODEL --hardware {out}", soft_wrap=True)

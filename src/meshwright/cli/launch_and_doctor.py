@@ -42,6 +42,7 @@ def launch(
 
 
 def doctor(
+    context: typer.Context,
     folder: Annotated[Path, typer.Option(help="The folder of runs; its disk is checked.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -52,7 +53,8 @@ def doctor(
         if rank_env is not None and rank_env.store_path is not None:
             command.check_as_rank(rank_env, folder)
             return
-        report = command.examine_host(folder, cache_folder(), interface, rank_env, local_launcher())
+        launcher = local_launcher(may_fork=bool(context.obj))
+        report = command.examine_host(folder, cache_folder(), interface, rank_env, launcher)
         if rank_env is None or rank_env.rank == 0:
             if as_json:
                 typer.echo(json.dumps(report.as_dict(), indent=1))

@@ -92,7 +92,7 @@ def cache_folder() -> Path:
     )
 
 
-def local_launcher(*, may_fork: bool = False) -> "LocalLauncher":
+def local_launcher(*, may_fork: bool) -> "LocalLauncher":
     """Returns a function that starts `meshwright ARGV...` as `world` local ranks.
 
     With `may_fork`, for a process that runs this command and nothing else, ranks are forks of it where torch
