@@ -46,7 +46,7 @@ def test_a_plan_that_is_refused_is_told_from_one_that_differs():
     head = head_named("ResNetForImageClassification")
     model = head.build()
     batch = head.collate(model)
-    refused = plan_outcome(mw.analyze(model, batch), batch, "dp_replicate 2")
+    refused = plan_outcome(mw.analyze(model, batch), batch, "tp 2")
     assert is_refused(refused)
     assert "batch norms" in str(refused)
     row = {"one device": 1e-15, "plans": {"dp_replicate 2": refused, "tp 2": 2e-15}}
