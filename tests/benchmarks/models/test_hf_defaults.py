@@ -48,8 +48,8 @@ def test_a_plan_that_is_refused_is_told_from_one_that_differs():
     batch = head.collate(model)
     refused = plan_outcome(mw.analyze(model, batch), batch, "tp 2")
     assert is_refused(refused)
-    assert "batch norms" in str(refused)
-    row = {"one device": 1e-15, "plans": {"dp_replicate 2": refused, "tp 2": 2e-15}}
+    assert "a convolution: only linear layers" in str(refused)
+    row = {"one device": 1e-15, "plans": {"tp 2": refused, "tp 3": 2e-15}}
     assert worst_error(row) == 2e-15
     row["plans"]["pp 2"] = "differs: by a factor"
     assert worst_error(row) == float("inf")
