@@ -29,7 +29,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import analyze, make_plan, parallelize, single_rank_world
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups

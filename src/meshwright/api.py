@@ -15,12 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.comm.world import TorchWorld
+from meshwright.comm.current_world import current_world
 from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, LRSchedulerInput, as_lr_scheduler_factory
 from meshwright.engine.optim.make_optimizers import OptimizerMaker
 from meshwright.engine.optim.optimizer_template import optimizer_template
@@ -216,7 +214,7 @@ def parallelize(
         raise PlanError(text, fix="make the plan again from this model", location="parallelize")
     loss = as_loss(loss) or analyzed.loss
     check_loss(plan, loss)
-    world = world or _current_world(plan.mesh)
+    world = world or current_world(plan.mesh)
     if world.mesh != plan.mesh:
         text = f"the plan is for {plan.mesh} ({plan.mesh.world_size} ranks) "
         text += f"and the world is {world.mesh} ({world.mesh.world_size})"
@@ -312,15 +310,3 @@ def trace(
         plan, traced, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake
     )
     return replace(verdict, versions={"torch": torch.__version__})
-
-
-def _current_world(mesh: Mesh) -> World:
-    if dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank()
-        device = (
-            torch.device("cuda", rank % torch.cuda.device_count())
-            if dist.get_backend() == "nccl"
-            else torch.device("cpu")
-        )
-        return TorchWorld(mesh, rank, device)
-    return single_rank_world(torch.device("cpu"))

@@ -1,8 +1,10 @@
 """Ranks as processes: joining, leaving, and errors of both. Collectives are in test_group.py."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives.group import World
 from meshwright.comm.rendezvous import RendezvousEndpoint
-from meshwright.comm.world import TorchWorld, init_world
+from meshwright.comm.world import BACKEND_TIMEOUT_MARGIN_S, TorchWorld, init_world
 from meshwright.plan.job.errors import CollectiveError, PlanError
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
 
@@ -116,3 +119,24 @@ def callbacks_ran(world: World) -> tuple[bool, bool]:
 
 def test_a_callback_runs_when_a_result_has_come(process_pool: ProcessPool) -> None:
     assert process_pool.run(callbacks_ran, Mesh(dp_shard=3)) == [(True, True)] * 3
+
+
+def timeout_of_a_part(world: World) -> list[float]:
+    made: list[float] = []
+    new_group = dist.new_group
+
+    def noting(ranks: list[int], timeout: timedelta) -> object:
+        made.append(timeout.total_seconds())
+        return new_group(ranks, timeout)
+
+    limits = WaitLimits(save_s=3600.0)
+    own = TorchWorld(world.mesh, world.rank, world.device, limits=limits, shared_memory=False)
+    with patch.object(dist, "new_group", noting):
+        own.group(["dp_shard"])
+    own.close()
+    return made
+
+
+def test_a_backend_is_more_patient_than_the_longest_limit(process_pool: ProcessPool) -> None:
+    expected = [3600.0 + BACKEND_TIMEOUT_MARGIN_S] * 2  # of the groups of all ranks
+    assert process_pool.run(timeout_of_a_part, Mesh(dp_shard=2, tp=2)) == [expected] * 4

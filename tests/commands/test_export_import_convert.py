@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from meshwright.api import single_rank_world
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.commands import export_import_convert
 from meshwright.commands.export_import_convert import convert, export_checkpoint
 from meshwright.commands.plan import resolve_config

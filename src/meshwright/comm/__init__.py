@@ -1,6 +1,7 @@
 """Communication between ranks: collectives over mesh axes, their backends, their diagnosis and their tuning.
 
 rendezvous       the store through which the processes of a job find each other
+current_world    the world of a process that initialized torch.distributed by itself, and its device
 world            init_world and TorchWorld: processes become the ranks of a mesh
 collectives      the interface (Group, World, Work), validation, ledger, differentiable redistribution
 backends         torch.distributed, threads of one process, and one simulated rank of a large job

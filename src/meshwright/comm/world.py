@@ -75,6 +75,7 @@ class TorchWorld(World):
         self.ledger = Ledger(check_desync=DesyncCheck(), compare_first_step_only=not check_collectives)
         self.watchdog = Watchdog(store or _default_store(), mesh, rank, self.ledger, limits or WaitLimits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
+        self._timeout = _backend_timeout(limits or WaitLimits())
         self._use_shared_memory = shared_memory and self.device.type == "cpu"
         self.serializes_p2p = self.device.type != "cpu"
         self._logged: set[str] = set()
@@ -170,7 +171,7 @@ class TorchWorld(World):
         if size > 1 and ranks not in self._process_groups:
             # every rank creates the groups of all ranks, in this order: new_group is collective over the job
             for peers in self.mesh.groups(axes):
-                joined = dist.new_group([peers[index] for index in among] or list(peers))
+                joined = dist.new_group([peers[index] for index in among] or list(peers), self._timeout)
                 if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
                     self._process_groups[ranks] = joined
         return self._process_groups.get(ranks)
@@ -220,7 +221,7 @@ def init_world(
             store=store,
             rank=rank,
             world_size=mesh.world_size,
-            timeout=timedelta(seconds=limits.longest_s + BACKEND_TIMEOUT_MARGIN_S),
+            timeout=_backend_timeout(limits),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
@@ -251,6 +252,10 @@ def init_world(
             world.close()
     finally:
         dist.destroy_process_group()
+
+
+def _backend_timeout(limits: WaitLimits) -> timedelta:
+    return timedelta(seconds=limits.longest_s + BACKEND_TIMEOUT_MARGIN_S)
 
 
 def _wait_for_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
 
 from meshwright.api import analyze_loaded, default_strategies, make_plan, parallelize
-from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.comm.world import TorchWorld
+from meshwright.comm.current_world import current_world
 from meshwright.engine.optim.lr_schedule import LRScheduler
 from meshwright.engine.optim.make_optimizers import all_param_groups
 from meshwright.engine.optim.optimizer_template import PARAM_KEYS, optimizer_template
@@ -242,10 +240,9 @@ class ModelOnRanks:
 
     def _rank_world(self, mesh: Mesh) -> World:
         if self.world is None:
-            is_joined = dist.is_available() and dist.is_initialized()
             device = self.args.device
             device = torch.device("cpu") if device.type == "cpu" else device  # accelerate says cpu:0
-            self.world = TorchWorld(mesh, dist.get_rank(), device) if is_joined else single_rank_world(device)
+            self.world = current_world(mesh, device)
         return self.world
 
     def _analysis(self) -> AnalyzedModel:

@@ -21,7 +21,7 @@ from benchmarks.recovery.kill_trial import (
     still_running,
 )
 from benchmarks.recovery.resume_matrix import KINDS, TRIALS, kind_of
-from meshwright.api import single_rank_world
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.distributed_checkpoint import save_tensors

@@ -13,7 +13,7 @@ from benchmarks.tensor_parallel.tiled_memory import (
     measure_rank,
     result,
 )
-from meshwright.api import single_rank_world
+from meshwright.comm.backends.threads import single_rank_world
 
 
 def test_tiled_mlps_hold_the_bytes_of_the_plan_and_far_fewer_than_at_once():

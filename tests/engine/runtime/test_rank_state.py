@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.api import single_rank_world
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
@@ -60,3 +60,10 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     assert (state.microbatches, state.forward_passes, state.final_glue, state.works) == ([], {}, {}, {})
     assert state.loss_sum.item() == 3
     assert state.step_totals.tolist() == [2, 2, 2, 2]
+
+
+def test_its_sums_are_on_the_device_of_its_rank():
+    subject = TrainedModule(nn.Module(), {}, {}, ModelSpec("paper", (), (), (), ()), {})
+    state = RankState(subject, single_rank_world(torch.device("meta")), token_cross_entropy())
+    assert {state.loss_sum.device.type, state.step_totals.device.type} == {"meta"}
+    assert state.grad_norm_tensor.device.type == "meta"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import analyze, make_plan, single_rank_world
+from meshwright.api import analyze, make_plan
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import Metrics, RankState

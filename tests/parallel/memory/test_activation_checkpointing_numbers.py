@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import analyze, make_plan, single_rank_world, verify
+from meshwright.api import analyze, make_plan, verify
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.runtime.build_module import make_stateless_rng
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import analyze, make_plan, single_rank_world, trace
+from meshwright.api import analyze, make_plan, trace
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit

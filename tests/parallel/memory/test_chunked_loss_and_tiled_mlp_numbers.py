@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.api import make_plan, parallelize, single_rank_world
+from meshwright.api import make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.ring import RingAttention

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import analyze, make_plan, parallelize, single_rank_world, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, trace, verify
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.losses import chunked
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model

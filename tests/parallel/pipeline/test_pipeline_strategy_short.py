@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.api import make_plan, parallelize, select_local_batch, single_rank_world, verify
+from meshwright.api import make_plan, parallelize, select_local_batch, verify
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit

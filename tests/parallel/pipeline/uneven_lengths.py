@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api import make_plan, parallelize, single_rank_world
+from meshwright.api import make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch

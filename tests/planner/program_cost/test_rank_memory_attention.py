@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from benchmarks.harness.peak_bytes import PeakLive
-from meshwright.api import analyze, make_plan, parallelize, single_rank_world
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss

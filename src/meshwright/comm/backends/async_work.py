@@ -155,7 +155,7 @@ class StreamWork(Work):
 
     def wait(self) -> None:
         """Makes later kernels of the current stream wait for the result."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         self._keep = None
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:

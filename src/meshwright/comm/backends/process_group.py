@@ -290,7 +290,7 @@ class TorchGroup(Group):
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
         if flat.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(flat.device)
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(flat.device))
             with torch.cuda.stream(self._stream), torch.no_grad():
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)

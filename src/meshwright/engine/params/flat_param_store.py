@@ -44,7 +44,8 @@ class FlatParamStore:
         self._example_param = next(iter(state.trained_module.parameters.values()))
         self._buffers: dict[str, torch.Tensor] = {}
         self.by_param_group: dict[str, FlatParam] = {}
-        self.grad_sqnorm = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
+        # the norm's, of this rank's shards or of all
+        self.grad_sqnorm = torch.zeros(1, dtype=torch.float64, device=state.world.device)
         allocations = {
             action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
         }

@@ -110,6 +110,10 @@ class RankState:
     # as it travels to other ranks
     grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
 
+    def __post_init__(self) -> None:
+        for name in ("loss_sum", "step_totals", "grad_norm_tensor"):
+            setattr(self, name, vars(self)[name].to(self.world.device))
+
     def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
         """Clears the last step, which may have failed, and sets the microbatches; dummies come last."""
         self.clear_step()

@@ -231,8 +231,6 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        check_outputs_need_grad(findings.outputs)
     check_is_sum(loss, example_samples, findings.outputs)
     divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
@@ -357,6 +355,8 @@ def _run_trial(
         except Exception as error:
             raise trial_error(error, inputs, module) from error
     findings, sites, _ = result
+    if not reads_values and any(parameter.requires_grad for parameter in module.parameters()):
+        check_outputs_need_grad(findings.outputs)
     repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
     findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
     return result

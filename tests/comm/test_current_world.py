@@ -1,0 +1,88 @@
+"""The world and the device of a process that has initialized torch.distributed by itself, or has not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import current_world as module
+from meshwright.comm.current_world import current_world
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+
+NCCL, GLOO, BOTH = "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A host with four GPUs, on which worlds have no members; the devices that were set."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(module, "single_rank_world", lambda device: device)
+    monkeypatch.setattr(module, "TorchWorld", lambda mesh, rank, device: device)
+    return chosen
+
+
+def initialized(
+    monkeypatch: pytest.MonkeyPatch, backends: str, rank: int, bound: torch.device | None = None
+) -> None:
+    """Lets torch.distributed say that it is initialized."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
+
+
+def test_alone_it_is_the_gpu_that_torch_calls_current(gpus: list[torch.device]):
+    assert current_world(Mesh()) == torch.device("cuda", 2)
+    assert current_world(Mesh(), torch.device("cpu")) == torch.device("cpu")
+
+
+def test_alone_without_a_gpu_it_is_the_cpu():
+    assert current_world(Mesh()).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("backends", "bound", "local_rank", "device"),
+    [
+        (NCCL, None, "1", "cuda:1"),
+        (BOTH, None, "1", "cuda:1"),
+        (NCCL, None, "", "cuda:1"),  # rank 5 of hosts with 4 GPUs
+        (NCCL, torch.device("cuda", 3), "1", "cuda:3"),
+        (GLOO, None, "1", "cpu"),
+    ],
+)
+def test_the_device_follows_from_the_default_group(
+    gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    backends: str,
+    bound: torch.device | None,
+    local_rank: str,
+    device: str,
+):
+    initialized(monkeypatch, backends, 5, bound)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert current_world(Mesh(dp_shard=8)) == torch.device(device)
+    assert gpus == ([torch.device(device)] if device != "cpu" else [])
+
+
+def test_a_rank_beyond_the_gpus_of_its_host_is_refused(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+):
+    initialized(monkeypatch, NCCL, 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(PlanError, match=r"rank 4 is number 4 of its host, and 4 GPUs are visible"):
+        current_world(Mesh(dp_shard=8))
+
+
+def test_a_process_of_torchrun_that_initialized_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    with pytest.raises(PlanError, match=r"the plan has 2\n.*call torch\.distributed\.init_process_group\(\)"):
+        current_world(Mesh(dp_shard=2))
+    assert current_world(Mesh()).mesh.world_size == 1
