@@ -7,7 +7,8 @@ few reasons. One plan in `PERTURBED_ONE_IN` is perturbed on purpose: a strategy 
 axis or the batch gets another size. Such a plan may be refused, with a repair, or it matches like the others.
 
 Half of the plans of the model with two inputs have a contrastive loss, which takes the whole batch at once,
-and then one microbatch and no guard.
+and then one microbatch and no guard. Some plans of data parallelism alone get the model with batch norms, and
+one microbatch.
 
 Some plans have an incomplete last batch, as the last one of an epoch may be (`num_missing_samples`). Some
 have a loss guard, and a last step whose loss is multiplied, so that the guard must skip it.
@@ -32,6 +33,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
@@ -90,6 +92,7 @@ MULTI_DIM_TENSOR_PARALLEL: Mapping[str, Callable[[Random], Strategy]] = MappingP
     }
 )
 WHOLE_BATCH: Mapping[str, str] = MappingProxyType({"two inputs": "two inputs, contrastive"})
+BESIDE_BATCH_NORMS = (BatchSplit, DDP, NaiveDDP, ZeRO, DataParallelMaster, ActivationCheckpointing)
 TECHNIQUES: Mapping[str, str] = (
     MappingProxyType(  # techniques that a plan may combine -> kind; a plan has at most one of each kind
         {
@@ -114,6 +117,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
             },
             "whole-batch loss": "whole-batch loss",
+            "sync_batch_norm": "sync_batch_norm",
         }
     )
 )
@@ -209,7 +213,9 @@ def draw(seed: int, number: int) -> Draw:
     """Returns the random plan `number` of `seed`."""
     rng = Random(f"{seed}/{number}")
     while True:
-        model = rng.choice([model for model in MODELS.values() if not model.whole_batch])
+        model = rng.choice(
+            [model for model in MODELS.values() if not (model.whole_batch or model.has_batch_norms)]
+        )
         tensor_parallel = rng.choices(
             ("", "tensor_parallel 1d", *MULTI_DIM_TENSOR_PARALLEL),
             (3, 4, *((4, 3, 4) if model.square_mesh else (0, 0, 0))),
@@ -232,6 +238,8 @@ def draw(seed: int, number: int) -> Draw:
     )
     if model.name in WHOLE_BATCH and Random(f"{seed}/{number}/loss").random() < 0.5:
         drawn = _with_whole_batch_loss(drawn)
+    elif Random(f"{seed}/{number}/norm").random() < 0.4:
+        drawn = _with_batch_norms(drawn)
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
@@ -242,6 +250,16 @@ def _with_whole_batch_loss(drawn: Draw) -> Draw:
     if any(isinstance(each, Pipeline) and each.schedule == "dualpipe" for each in drawn.strategies):
         return drawn
     return replace(drawn, model=WHOLE_BATCH[drawn.model], num_microbatches=1, guard=False)
+
+
+def _with_batch_norms(drawn: Draw) -> Draw:
+    """Returns `drawn` with a model with batch norms, if its ranks differ by their samples alone."""
+    if drawn.mesh.group_size(DATA_AXES) < drawn.mesh.world_size or not all(
+        isinstance(each, BESIDE_BATCH_NORMS) for each in drawn.strategies
+    ):
+        return drawn
+    strategies = (SyncBatchNorm(), *drawn.strategies)
+    return replace(drawn, model="batch norms", strategies=strategies, num_microbatches=1)
 
 
 def _sizes(rng: Random, model: RandomModel, tensor_parallel: str) -> Sizes:

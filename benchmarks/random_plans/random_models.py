@@ -9,6 +9,7 @@ and in sizes for square meshes.
     gpt2, dropout        the first gpt2, with dropout; its head is tied to its embedding, as in the others
     two inputs           CLIP: text and images, two chains of blocks that meet in the loss
     .., contrastive      the same with a loss of the whole batch: each text is compared with all images
+    batch norms          a U-Net whose batch norms take the statistics of the whole batch; data parallelism
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
 ignored: in every sample another number, and in every seventh sample all.
@@ -25,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from benchmarks.pipeline.pipeline_models import Samples, clip, find_model
+from benchmarks.pipeline.pipeline_models import Samples, UNet, clip, find_model
 from benchmarks.tensor_parallel.tensor_families import model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze
@@ -47,7 +48,7 @@ class RandomModel:
     `vocab_parallel`: whether embedding and head are shardable by vocabulary; `square_mesh`: whether tensor
     parallelism in 2, 2.5 and 3 dimensions divides its sizes; `num_heads`: the number of heads that context
     parallelism may exchange, 0 if tokens are never sharded along cp. `whole_batch`: the loss takes the whole
-    batch at once.
+    batch at once. `has_batch_norms`: so do its batch norms.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RandomModel:
     has_dropout: bool = False
     num_heads: int = 0
     whole_batch: bool = False
+    has_batch_norms: bool = False
 
     def batches(self, count: int, num_samples: int) -> list[Samples]:
         """Returns `count` global batches of random numbers, `num_samples` samples each."""
@@ -141,6 +143,25 @@ def _two_inputs(name: str, loss: Callable[[], Loss], *, whole_batch: bool = Fals
     )
 
 
+def _pictures(num_samples: int, generator: torch.Generator) -> Samples:
+    """Pictures that the U-Net reduces to 2 x 2: of one sample alone a batch norm has several values."""
+    return {name: torch.randn(num_samples, 3, 16, 16, generator=generator) for name in ("x", "target")}
+
+
+def _batch_norms() -> RandomModel:
+    return RandomModel(
+        "batch norms",
+        partial(UNet, 1, batch_norm=True),
+        _pictures,
+        (8,),  # of the job: pictures have no tokens
+        1,
+        1,
+        find_model("u-net").loss,
+        vocab_parallel=False,
+        has_batch_norms=True,
+    )
+
+
 MODELS: Mapping[str, RandomModel] = MappingProxyType(
     {
         model.name: model
@@ -155,6 +176,7 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
             _even("llama", (12,), **LAYERS),
             _even("gpt2", (12,), n_layer=4),
             _even("t5", (12, 8), num_layers=2),
+            _batch_norms(),
         )
     }
 )
