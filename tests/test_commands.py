@@ -129,7 +129,11 @@ def test_an_edited_plan_is_refused_by_every_command(config, say, tmp_path):
             "cannot be made: Not a directory",
             "name a folder that can be written to",
         ),
-        (["--from-step", 7], "there is no checkpoint of step 7", "choose one of: none"),
+        (
+            ["--from-step", 7],
+            "there is no checkpoint of step 7",
+            "leave the step out: there is no checkpoint here",
+        ),
         (["extra"], "'extra': this is not an override", "write --key.sub value"),
     ],
 )

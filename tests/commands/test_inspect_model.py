@@ -87,7 +87,7 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
     assert done.exit_code == 2
     assert "blocks, in the order of the module tree" in done.output
     said = " ".join((done.output + done.stderr).split())
-    assert "unexpected keyword argument 'input_ids'" in said
+    assert "and the batch has 'input_ids'" in said
     assert "meshwright.Model(module, example={...})" in said
 
 

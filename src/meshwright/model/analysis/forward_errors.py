@@ -23,6 +23,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics,
 
 Batch = Mapping[str, torch.Tensor]
 LOCATION = "batch"
+EXAMPLE_FIX = "a model with other inputs than text returns one: meshwright.Model(module, example={...})"
 
 
 @contextmanager
@@ -63,8 +64,7 @@ def trial_error(error: Exception, inputs: Batch, module: nn.Module) -> PlanError
         "repair the forward (the traceback above is its own), or the example: its keys, less "
         "the targets, are the arguments"
     )
-    fix = f"{fix}; a model with other inputs than text returns one: meshwright.Model(module, example={{...}})"
-    return PlanError(text, fix=fix, location="model")
+    return PlanError(text, fix=f"{fix}; {EXAMPLE_FIX}", location="model")
 
 
 def _unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagnostic]:
@@ -87,7 +87,9 @@ def _unknown_key_diagnostics(inputs: Batch, module: nn.Module) -> Iterator[Diagn
                 if each.default is each.empty and each.name not in inputs
             ]
             if missing:
-                fix = f"give it the name of an argument: {suggest_name(key, missing)} Or, {fix}"
+                fix = (
+                    f"give it the name of an argument: {suggest_name(key, missing)} Or, {fix}; {EXAMPLE_FIX}"
+                )
             yield Diagnostic(text, fix, f"{LOCATION}.{key}")
 
 
