@@ -95,7 +95,7 @@ def test_sequence_parallel_slices_stay_slices_and_a_cache_is_refused():
         torch.testing.assert_close(found[0], generated_on_one_device()[0], rtol=1e-12, atol=1e-12)
     with pytest.raises(
         PlanError,
-        match=r"(cannot run on another rank|takes slices of .*), and is given a DynamicCache\n.* use_cache=False",
+        match=r"(cannot run on another rank|takes slices of .*), and is given a DynamicCache\n.*use_cache",
     ):
         use_after_step(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
 
