@@ -160,6 +160,29 @@ def test_running_statistics_have_the_same_bits_on_all_ranks(analyzed: mw.Analyze
         assert all(torch.equal(first[name], each[name]) for each in others)
 
 
+def test_a_loss_guard_finds_the_cause_although_a_rank_has_no_samples(analyzed: mw.AnalyzedModel):
+    job = replace(tiny_job(), guard=mw.LossGuard("skip", window=2))
+    plan = mw.make_plan(analyzed, job, mw.Mesh(dp_replicate=3))
+    harmful = doubles(4, 1)
+    harmful["y"][1] *= 1e6
+
+    def body(world: World) -> tuple[mw.Metrics, bool]:
+        with mw.parallelize(analyzed, plan, world=world, loss=LOSS) as trainer:
+            for seed in range(2):
+                trainer.step(trainer.local_batch(doubles(12, seed)))
+            before = {name: value.clone() for name, value in trainer.module.state_dict().items()}
+            metrics = trainer.step(harmful if world.rank == 1 else None)
+            after = trainer.module.state_dict()
+            names = [name for name, _ in trainer.module.named_parameters()]
+            return metrics, all(torch.equal(before[name], after[name]) for name in names)
+
+    for metrics, unchanged in run_on_threads(body, plan.mesh):
+        assert metrics.is_skipped
+        assert unchanged
+        assert metrics.spike is not None
+        assert [report.loss > 0 for report in metrics.spike.rank_reports] == [False, True, False]
+
+
 def test_in_bfloat16_the_statistics_are_those_of_float32():
     job = mw.Job(train=mw.TrainConfig(steps=2, batch=12), precision=mw.PrecisionConfig(compute="bfloat16"))
     analyzed = mw.analyze(ResNet, samples(4), loss=LOSS)

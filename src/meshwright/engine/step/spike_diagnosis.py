@@ -82,6 +82,11 @@ class ReplayFindings:
         self.loss, self.sqnorms = 0.0, defaultdict[str, float](float)
         self.first_nonfinite: tuple[int, StepPhase, str] | None = None
 
+    def clear(self) -> None:
+        """Forgets what was found."""
+        self.loss, self.first_nonfinite = 0.0, None
+        self.sqnorms.clear()
+
     def check_outputs(self, microbatch: int, block_calls: Mapping[str, BlockCall]) -> None:
         """Checks the outputs of block calls."""
         if self.first_nonfinite is None:
@@ -96,6 +101,8 @@ class ReplayFindings:
         """Computes the loss of a microbatch, and its gradient down to the last blocks' outputs."""
         outputs, closing = self._state.final_glue.pop(microbatch)
         total_norm = self._loss_sum(outputs, self._state.microbatches[microbatch])
+        if microbatch >= self._state.num_real_microbatches:
+            total_norm = total_norm * 0.0
         if self.first_nonfinite is None and _is_non_finite(total_norm):
             self.first_nonfinite = microbatch, "loss", ""
         self.loss += total_norm.item() / self._count
@@ -246,9 +253,13 @@ def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tu
         parameter.grad = None
     with preserve_module_state(state.trained_module.module):
         for microbatch in range(len(state.microbatches)):
-            replay.replay(
-                microbatch
-            ) if microbatch < state.num_real_microbatches else replay.join_collectives(microbatch)
+            # a block with batch norms communicates while it runs: on a stand-in too, as in the step
+            if microbatch < state.num_real_microbatches or plan.sharding.syncs_batch_norm:
+                replay.replay(microbatch)
+            else:
+                replay.join_collectives(microbatch)
+    if not state.num_real_microbatches:
+        replay.findings.clear()
     names, block_calls = [weight.name for weight in plan.model_spec.trainable], plan.model_spec.block_calls
     loss, squares, phase, block = _merge_findings(plan, state, replay.findings)
     norms = {name: squares[name] ** 0.5 for name in names}
