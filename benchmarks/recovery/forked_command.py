@@ -6,24 +6,25 @@ pipes and exit codes are real. The process that forks must have one thread only.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
+from meshwright.run.launch.forked_process import ForkedProcess
+
 POLL_S = 0.005
 
 
-class Forked:
-    """The counterpart of `subprocess.Popen` for a function `body`, which returns the exit code.
+class Forked(ForkedProcess):
+    """A fork that is a program of its own: it runs `body`, which returns the exit code, in `folder`, with the
+    environment `env` and no open file of this process but `keep`.
 
-    Output goes to files.
+    Output goes to the file `output`, by default where this process writes.
     """
 
     def __init__(
@@ -34,19 +35,8 @@ class Forked:
         keep: Sequence[int] = (),
         folder: Path | None = None,
     ) -> None:
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run_as_program(body, env, output, keep, folder)
-
-    def poll(self) -> int | None:
-        """Returns the exit code (negative: the signal), None while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        program = partial(_run_as_program, body, env, keep, folder)
+        super().__init__(program, None if output is None else output.fileno(), ())
 
     def wait(self, timeout: float | None = None) -> int:
         """Returns the exit code, after the end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
@@ -56,11 +46,6 @@ class Forked:
                 raise subprocess.TimeoutExpired(["meshwright"], timeout or 0.0)
             time.sleep(POLL_S)
         return code
-
-    def send_signal(self, number: int) -> None:
-        """Sends the signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
 
 def command(argv: Sequence[str], env: Mapping[str, str], output: IO[bytes], folder: Path) -> Forked:
@@ -81,39 +66,18 @@ def run_main(argv: Sequence[str]) -> int:
 
 
 def _run_as_program(
-    body: Callable[[], int],
-    env: Mapping[str, str],
-    output: IO[bytes] | None,
-    keep: Sequence[int],
-    folder: Path | None,
+    body: Callable[[], int], env: Mapping[str, str], keep: Sequence[int], folder: Path | None
 ) -> NoReturn:
-    """Sets up this fork as a new program: session, signals, files, folder and environment; then runs
-    `body`.
-    """
-    code = 1
-    try:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if output is not None:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) not in keep:
-                _close(int(name))
-        if folder is not None:
-            os.chdir(folder)
-        os.environ.clear()
-        os.environ.update(env)
-        tempfile.tempdir = None
-        code = body()
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Sets up this fork as a new program: files, folder and environment; then runs `body`."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) not in keep:
+            _close(int(name))
+    if folder is not None:
+        os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None
+    sys.exit(body())
 
 
 def _close(descriptor: int) -> None:

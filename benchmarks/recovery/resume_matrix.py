@@ -146,7 +146,7 @@ def run_matrix(trials: int, seed: int, folder: Path, *, real_commands: bool) -> 
     for name in PRELOADED:
         import_module(name)
     with suppress(SharedMemoryUnavailable):
-        load_library()  # compiled here: in a forked launcher the compiler would be started as a rank
+        load_library()  # compiled here, once
     torch.set_num_threads(1)
     config = write_config(folder)
     todo = [number for number in range(trials) if number not in read_rows(folder)]

@@ -72,12 +72,19 @@ def test_the_device_follows_from_the_default_group(
     assert gpus == ([torch.device(device)] if device != "cpu" else [])
 
 
+def test_a_rank_that_sees_one_gpu_computes_on_it(gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch):
+    initialized(monkeypatch, NCCL, 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert current_world(Mesh(dp_shard=8)) == torch.device("cuda", 0)
+
+
 def test_a_rank_beyond_the_gpus_of_its_host_is_refused(
     gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ):
     initialized(monkeypatch, NCCL, 4)
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(PlanError, match=r"rank 4 is number 4 of its host, and 4 GPUs are visible"):
+    with pytest.raises(PlanError, match=r"rank 4 of this host needs a GPU of its own, and 4 are visible"):
         current_world(Mesh(dp_shard=8))
 
 

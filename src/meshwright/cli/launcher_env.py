@@ -14,8 +14,7 @@ from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv, find_launche
 from meshwright.run.launch.network_interfaces import interface_to, loopback_interface, resolve_host
 
 if TYPE_CHECKING:
-    from meshwright.run.launch.local_launcher import LaunchResult, LocalLauncher
-    from meshwright.run.launch.run_folder import Attempt
+    from meshwright.run.launch.local_launcher import LocalLauncher
 
 
 def current_launcher_env() -> LauncherEnv | None:
@@ -107,11 +106,7 @@ def local_launcher(*, may_fork: bool) -> "LocalLauncher":
         )
     torch.set_num_threads(1)  # so that no pool of threads starts, which a fork would miss
     env = {"TOKENIZERS_PARALLELISM": "false", **os.environ}  # what tokenizers do in a fork anyway, and warn
-
-    def fork_ranks(argv: list[str], world: int, attempt: "Attempt") -> "LaunchResult":
-        return launch_ranks([], world, attempt, env, fork_main=partial(_run_as_rank, argv))
-
-    return fork_ranks
+    return lambda argv, world, attempt: launch_ranks(partial(_run_as_rank, argv), world, attempt, env)
 
 
 def _run_as_rank(argv: list[str], env: Mapping[str, str]) -> None:

@@ -36,7 +36,7 @@ def current_world(mesh: Mesh, device: torch.device | None = None) -> World:
                 fix="call torch.distributed.init_process_group() first",
                 location="parallelize",
             )
-        return single_rank_world(device or _own_device())
+        return single_rank_world(device or own_device())
     device = device or _device_of_default_group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -44,10 +44,25 @@ def current_world(mesh: Mesh, device: torch.device | None = None) -> World:
     return TorchWorld(mesh, dist.get_rank(), device)
 
 
-def _own_device() -> torch.device:
+def own_device() -> torch.device:
+    """Returns the device of a process without peers: the current GPU of torch, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def gpu_of_rank(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
+    """Returns the GPU of the rank `local_rank` of a host: the one with its number, or the only one that is
+    `visible` to it. With `every_visible` all ranks see the same.
+
+    Raises PlanError when there is none for it.
+    """
+    alone_on_it = visible == 1 and not every_visible
+    if local_rank >= visible and not alone_on_it:
+        text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
+        fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        raise PlanError(text, fix=fix, location="environment")
+    return torch.device("cuda", 0 if alone_on_it else local_rank)
 
 
 def _device_of_default_group() -> torch.device:
@@ -56,11 +71,5 @@ def _device_of_default_group() -> torch.device:
     default_group, visible = dist.group.WORLD, torch.cuda.device_count()
     if default_group is not None and default_group.bound_device_id is not None:
         return default_group.bound_device_id
-    index = dist.get_node_local_rank(fallback_rank=dist.get_rank() % max(visible, 1))
-    if index >= visible:
-        raise PlanError(
-            f"rank {dist.get_rank()} is number {index} of its host, and {visible} GPUs are visible there",
-            fix="start one rank per GPU, or name the GPU: init_process_group(..., device_id=...)",
-            location="parallelize",
-        )
-    return torch.device("cuda", index)
+    local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() % max(visible, 1))
+    return gpu_of_rank(local_rank, visible, every_visible=False)

@@ -72,8 +72,8 @@ def fork_main(env):
     runpy.run_path(command[0])
 
 with claim_run_folder(folder) as attempt:
-    main = fork_main if sys.argv[3] == "forks" else None
-    outcome = launch_ranks(command, 3, attempt, os.environ, timeouts, main)
+    program = fork_main if sys.argv[3] == "forks" else command
+    outcome = launch_ranks(program, 3, attempt, os.environ, timeouts)
 (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
 sys.exit(outcome.exit_code)
 """

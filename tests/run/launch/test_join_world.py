@@ -6,18 +6,19 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.comm.current_world import gpu_of_rank
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.launch.cluster_env import RankEnv
-from meshwright.run.launch.join_world import _gpu, check_same_plan, claim_on_rank_0, join_world
+from meshwright.run.launch.join_world import check_same_plan, claim_on_rank_0, join_world
 from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, plan_of
 
 
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees():
-    assert _gpu(3, 4, every_visible=False) == torch.device("cuda", 3)
-    assert _gpu(3, 1, every_visible=False) == torch.device("cuda", 0)
+    assert gpu_of_rank(3, 4, every_visible=False) == torch.device("cuda", 3)
+    assert gpu_of_rank(3, 1, every_visible=False) == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("visible", "every_visible"), [(1, True), (2, False), (0, False)])
@@ -26,7 +27,7 @@ def test_more_ranks_than_gpus_are_refused(visible, every_visible):
         PlanError,
         match=rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*CUDA_VISIBLE",
     ):
-        _gpu(3, visible, every_visible=every_visible)
+        gpu_of_rank(3, visible, every_visible=every_visible)
 
 
 def test_a_rank_alone_meets_nobody():

@@ -69,17 +69,19 @@ def _batch_norm_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
     repairs = ["run all samples of a rank at once (micro_batch = 0)"] if plan.num_microbatches > 1 else []
     if ranks > data_ranks:
         repairs.append("set mesh.cp = 1")
-    for call in [call for call in calls if not call.has_running_stats][: ranks > 1]:
-        text += f"; {call.name} has no running statistics, and an evaluation takes those of its batch"
+    untracked = [call.name for call in calls if not call.has_running_stats]
+    in_glue = [call.name for call in calls if not call.block_call]
+    if ranks > 1 and untracked:
+        text += f"; {untracked[0]} has no running statistics, and an evaluation takes those of its batch"
         repairs.append("set track_running_stats=True")
-    for call in [call for call in calls if not call.block_call][: ranks > 1]:
-        text += f"; {call.name} runs between blocks, where nothing can be sent"
+    if ranks > 1 and in_glue:
+        text += f"; {in_glue[0]} runs between blocks, where nothing can be sent"
         repairs.append("declare a block around it (Model(blocks=[...]))")
     if data_ranks > 1 and not plan.sharding.syncs_batch_norm:
         repairs.append('add [[strategies]] name = "sync_batch_norm"')
     if repairs:
         others = "use group or layer norm"
-        if all(call.has_running_stats for call in calls):
+        if not untracked:
             others += ", or freeze them in the factory (model.train(), then norm.eval())"
         yield Diagnostic(text, f"{', and '.join(repairs)}; or {others}", "model")
 
@@ -136,7 +138,7 @@ _FIX = {
 
 
 @dataclass(eq=False)
-class TableUseMode(TorchDispatchMode):
+class BatchCouplingMode(TorchDispatchMode):
     """Records, while active, such uses of `parameters` by name, of other tensors by `current_call()`; and the
     calls of batch norms.
     """

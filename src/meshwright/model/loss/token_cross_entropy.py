@@ -171,7 +171,7 @@ def _token_total(outputs: Any, batch: Batch, label_smoothing: float) -> torch.Te
         logits = logits.float()
     flat, labels = logits.reshape(-1, logits.shape[-1]), batch[LABELS_KEY].reshape(-1)
     if not labels.is_floating_point():
-        check_labels(labels.masked_fill(labels == IGNORE_INDEX, 0), logits.shape[-1])
+        check_labels(labels, logits.shape[-1], IGNORE_INDEX)
     token_loss = partial(
         F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
     )

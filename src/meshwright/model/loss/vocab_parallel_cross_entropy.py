@@ -64,12 +64,13 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, labels, weights, vocab_shard, label_smoothing)
 
 
-def check_labels(labels: torch.Tensor, vocab_size: int) -> None:
-    """Raises PlanError for a label outside of the vocabulary; labels on an accelerator are not looked at,
-    because this would wait for the device.
+def check_labels(labels: torch.Tensor, vocab_size: int, ignored: int | None = None) -> None:
+    """Raises PlanError for a label outside of the vocabulary that is not `ignored`; labels on an accelerator
+    are not looked at, because this would wait for the device.
     """
     if not labels.numel() or labels.device.type != "cpu" or isinstance(labels, FakeTensor):
         return
+    labels = labels if ignored is None else labels.masked_fill(labels == ignored, 0)
     min_label, max_label = int(labels.min()), int(labels.max())
     if min_label < 0 or max_label >= vocab_size:
         text = (

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.blocks.autograd_partition import split_graph
-from meshwright.model.blocks.batch_coupling import TableUse, TableUseMode
+from meshwright.model.blocks.batch_coupling import BatchCouplingMode, TableUse
 from meshwright.model.blocks.block_forward_backward import LARGER_BLOCK_FIX, ForwardDriver
 from meshwright.model.blocks.inplace_writes_in_glue import UntrackedWrites
 from meshwright.model.blocks.saved_activations import SavedActivations
@@ -174,13 +174,13 @@ def _run_trial(
             layer.register_forward_hook(partial(_record_use, driver, findings, count_draws, sizes, name))
         )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    tables = TableUseMode(dict(module.named_parameters()), current_call)
+    couplings = BatchCouplingMode(dict(module.named_parameters()), current_call)
     on_block_call("")
     try:
         flow = findings.feature_flow.follow_forward(
             module, blocks, traced_layer_kinds(module), lambda: driver.in_glue
         )
-        with counter, sizes, tables, observer, saved_activations.recording(), vocab_flow, flow:
+        with counter, sizes, couplings, observer, saved_activations.recording(), vocab_flow, flow:
             outputs, final_call, forward_pass = driver.forward(before_block, run_forward)
             totals.append(counter.total_flops)
     finally:
@@ -188,8 +188,8 @@ def _run_trial(
         findings.layer_uses.live_inputs.clear()
         for handle in handles:
             handle.remove()
-    findings.outputs, findings.table_uses = outputs, tables.uses
-    findings.batch_norm_calls = tables.batch_norm_calls
+    findings.outputs, findings.table_uses = outputs, couplings.uses
+    findings.batch_norm_calls = couplings.batch_norm_calls
     findings.output_graphs = output_graphs(outputs, forward_pass, final_call)
     findings.untracked_write_lines = observer.untracked_writes.lines
     versions = _buffer_versions(module)

@@ -43,7 +43,12 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.memory.memory_names import output_name
 from meshwright.plan.step.program import Action, Program, Transfer, with_extra_memory
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
+from meshwright.plan.step.single_device_program import (
+    FORWARD_KINDS,
+    INPUT_GRAD_KINDS,
+    runs_input_backward,
+    samples_per_microbatch,
+)
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 LOSS_SITE = ""  # stands for it among block calls
@@ -189,7 +194,6 @@ def add_attention_comm(
 
     In a split backward they are in the half of input gradients, or in the other if the block call needs none.
     """
-    boundaries = sharding.global_plan.model_spec.stage_boundaries
 
     def call_transfers(
         each: AttentionSpec | ConvSpec, num_samples: int, *, forward: bool
@@ -207,8 +211,7 @@ def add_attention_comm(
                 for move in call_transfers(each, num_samples, forward=True)
             ]
         else:
-            late = boundaries is not None and not boundaries.input_needs_grad(action.subject)
-            if action.kind not in ("B", "W" if late else "I"):
+            if not runs_input_backward(action, sharding):
                 return action
             needed = [(at, each) for at, each in reversed(mine) if each.needs_grad]
             more = [

@@ -49,7 +49,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, block_of
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, runs_input_backward
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 
@@ -87,9 +87,7 @@ def _with_transfers(action: Action, sharding: ShardingPlan, job: Job) -> Action:
                 for at, call in enumerate(calls)
             ]
         )
-    boundaries = sharding.global_plan.model_spec.stage_boundaries
-    is_late = boundaries is not None and not boundaries.input_needs_grad(action.subject)
-    if action.kind not in ("B", "W" if is_late else "I"):
+    if not runs_input_backward(action, sharding):
         return action
     backward = [(at, call) for at, call in enumerate(calls) if call.input_needs_grad]
     return action.with_inner_transfers(

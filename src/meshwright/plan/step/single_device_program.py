@@ -114,6 +114,15 @@ def role_of(coordinate: Mapping[str, int]) -> str:
     return f"pp{coordinate.get('pp', 0)}"
 
 
+def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
+    """Returns whether `action` computes the gradients of the activations of its block call: B, or of a split
+    backward I; W if the input of the call needs no gradient, because W then has everything.
+    """
+    boundaries = sharding.global_plan.model_spec.stage_boundaries
+    has_all_in_weights = boundaries is not None and not boundaries.input_needs_grad(action.subject)
+    return action.kind in ("B", "W" if has_all_in_weights else "I")
+
+
 def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
     """Returns the samples per microbatch of a rank that executes `actions`."""
     microbatches = {action.microbatch for action in actions if action.kind in WEIGHT_GRAD_KINDS}

@@ -14,6 +14,7 @@ import torch
 
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
+from meshwright.comm.current_world import gpu_of_rank, own_device
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
@@ -42,11 +43,11 @@ def join_world(
     """
     cuda = torch.cuda.is_available()
     if mesh.world_size == 1:
-        yield single_rank_world(torch.device("cuda" if cuda else "cpu"))
+        yield single_rank_world(own_device())
         return
     own = rank_env.store_path is not None
     device = (
-        _gpu(rank_env.local_rank, torch.cuda.device_count(), every_visible=own)
+        gpu_of_rank(rank_env.local_rank, torch.cuda.device_count(), every_visible=own)
         if cuda
         else torch.device("cpu")
     )
@@ -74,15 +75,6 @@ def _abandon() -> None:
     """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
     logger.error("another rank has failed, and this one is stuck: it is ended")
     os._exit(1)
-
-
-def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
-    alone_on_it = visible == 1 and not every_visible
-    if local_rank >= visible and not alone_on_it:
-        text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
-        fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
-        raise PlanError(text, fix=fix, location="environment")
-    return torch.device("cuda", 0 if alone_on_it else local_rank)
 
 
 def _rendezvous_address(place: LauncherEnv | None) -> RendezvousEndpoint:

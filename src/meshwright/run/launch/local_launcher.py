@@ -147,28 +147,26 @@ ForkMain = Callable[[Mapping[str, str]], None]  # what a fork runs, called with 
 
 
 def launch_ranks(
-    child_argv: Sequence[str],
+    program: Sequence[str] | ForkMain,
     world: int,
     attempt: Attempt,
     env: Mapping[str, str],
     timeouts: LaunchTimeouts | None = None,
-    fork_main: ForkMain | None = None,
 ) -> LaunchResult:
-    """Starts `world` processes of `python child_argv...` and returns how they ended; none of them, nor their
-    children, is left.
+    """Starts `world` processes and returns how they ended; none of them, nor their children, is left.
 
-    Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store, the lifeline
-    and the folder of the attempt. With `fork_main` the ranks are forks of this process that call it
-    with their environment.
+    `program` holds the arguments of a new Python interpreter, or is what a fork of this process calls. Every
+    rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store, the lifeline and
+    the folder of the attempt.
     """
     timeouts = timeouts or LaunchTimeouts()
+    start = partial(_fork, program) if callable(program) else partial(_execute, program)
     ranks: list[_Rank] = []
     raise_if_interrupted()
     with temporary_folder() as private, lifeline() as life, _signals() as received:
         try:
             for rank in range(world):
                 variables = _environment(env, rank, world, private / "store", life.read_fd, attempt)
-                start = partial(_fork, fork_main) if fork_main else partial(_execute, child_argv)
                 ranks.append(_start(start, rank, attempt.run_folder, variables, life))
             killed = _watch(ranks, received, timeouts)
         finally:
