@@ -38,7 +38,7 @@ the means of its microbatches. It is exact where one forward has the whole batch
 microbatch, any pipeline, tensor and context parallelism), and refused by the plan elsewhere. Any other use of
 a block's inside in the loss, past its outputs, is refused by the name of the block.
 
-Limits: batch norms are refused on a split batch; TorchScript modules are refused; a state that persists from
+Limits: batch norms take one microbatch; TorchScript modules are refused; a state that persists from
 call to call (caches, recurrent states kept in the module) is not carried between steps.
 """
 
