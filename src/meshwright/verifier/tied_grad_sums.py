@@ -20,10 +20,10 @@ def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
     ]
     if not any(lists):
         return
-    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
+    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_views, strict=True):
         users = {
-            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in view.sharding.logical_param_shardings
+            param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
+            for param_sharding in view.logical_param_shardings
         }
         for tied_sum in tied_sums:
             yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
