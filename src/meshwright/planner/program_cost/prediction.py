@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
@@ -118,9 +119,13 @@ def with_collective_waits(program: Program) -> Program:
     A program in which these waits would deadlock is returned unchanged.
     """
     by_name: dict[str, dict[str, Action]] = {}
+    stage_axes = set(axes_with("layers"))
     for role, actions in program.roles:
         for action in actions:
-            if action.stream == "comm" and action.transfer is not None and "pp" in action.transfer.axes:
+            crosses_roles = action.transfer is not None and not set(action.transfer.axes).isdisjoint(
+                stage_axes
+            )
+            if action.stream == "comm" and crosses_roles:
                 by_name.setdefault(action.name, {})[role] = action
     if not any(len(roles) > 1 for roles in by_name.values()):
         return program
