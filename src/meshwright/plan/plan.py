@@ -7,7 +7,7 @@ around the run (`RunConfig`: folders, intervals) are carried along and do not co
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
@@ -21,8 +21,8 @@ from meshwright.plan.sharding.rank_work_share import local_fractions_by_length
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
 from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
-from meshwright.plan.step.program import Action, Program, drop_single_rank_transfers
-from meshwright.plan.step.single_device_program import role_of, sequential_stage_calls, single_device_program
+from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_single_rank_transfers
+from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
     batch_diagnostics,
@@ -38,8 +38,10 @@ from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work, with all diagnostics at
-    once.
+    """A resolved plan, as `rank` sees it: `sharding` is its view, and the list of its role has its sizes.
+
+    Build it with `Plan.make`, which refuses what cannot work, with all diagnostics at once, and take the plan
+    of another rank by `for_rank`.
     """
 
     job: Job
@@ -50,6 +52,7 @@ class Plan:
     sharding: ShardingPlan
     program: Program
     file_digests: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, of the files that it names
+    rank: int = field(default=0, compare=False)
 
     @classmethod
     def make(
@@ -123,15 +126,23 @@ class Plan:
         )
 
     def for_rank(self, rank: int) -> "Plan":
-        """Returns the plan of `rank`, with its own parameters, slices and action list."""
-        sharding = self.sharding.at_coordinate(self.mesh.coordinate(rank))
-        if sharding.param_shardings == self.sharding.param_shardings and local_fractions_by_length(
+        """Returns the plan of `rank`, with its own parameters, slices and action list.
+
+        A rank outside of the mesh has the list of its role, and no parameters. Raises ValueError for a rank
+        that plays no role.
+        """
+        if rank == self.rank:
+            return self
+        role, sharding = self.role_of(rank), self.sharding_of(rank)
+        found = replace(self, sharding=sharding, rank=rank)
+        # the list of this plan's own role has the sizes of its rank, any other those of its first rank
+        same = self.sharding if self.rank in role.ranks else self.sharding_of(role.ranks[0])
+        if sharding.param_shardings == same.param_shardings and local_fractions_by_length(
             sharding
-        ) == local_fractions_by_length(self.sharding):
-            return replace(self, sharding=sharding)
-        return replace(
-            self, sharding=sharding, program=_program(self.job, sharding, self.strategies, self.micro_batch)
-        )
+        ) == local_fractions_by_length(same):
+            return found
+        (role,) = _program(self.job, sharding, self.strategies, self.micro_batch).roles
+        return replace(found, program=self.program.with_role(role))
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
         """Returns this rank's plan with microbatches of another size: what it executes on a last, smaller
@@ -144,22 +155,56 @@ class Plan:
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """Returns this plan with the specification of the same model on samples of another length."""
-        sharding = replace(self.sharding.global_plan, model_spec=model_spec).at_coordinate(
-            dict(self.sharding.coordinate)
-        )
-        return replace(
-            self, sharding=sharding, program=_all_roles(self.job, sharding, self.strategies, self.micro_batch)
+        all_ranks = replace(self.sharding.global_plan, model_spec=model_spec)
+        sharding = all_ranks.at_coordinate(self.mesh.coordinate(0))
+        program = _all_roles(self.job, sharding, self.strategies, self.micro_batch)
+        return replace(self, sharding=sharding, program=program, rank=0).for_rank(self.rank)
+
+    def role_of(self, rank: int) -> Role:
+        """Returns the role that `rank` plays. Raises ValueError for a rank that plays none."""
+        for role in self.program.roles:
+            if rank in role.ranks:
+                return role
+        last = max(role.ranks[-1] for role in self.program.roles)
+        raise ValueError(
+            f"there is no rank {rank} in {self.mesh}: its roles have ranks 0 to {last}. Choose one of them"
         )
 
-    def role_plans(self) -> Iterator["Plan"]:
-        """Yields the plans of the ranks of each role, in the order of the program's roles."""
-        for pp_rank in range(len(self.program.roles)):
-            yield replace(self, sharding=self.sharding.at_pp_rank(pp_rank))
+    def stage_role(self, pp_rank: int) -> Role:
+        """Returns the role of the ranks at index `pp_rank` along pp."""
+        return self.role_of(self.mesh.rank({"pp": pp_rank}))
+
+    def peer_role(self, role: Role, transfer: Transfer) -> Role:
+        """Returns the role of the rank that a `transfer` of `role` with one other rank goes to, or comes
+        from. Raises ValueError if `transfer` names no peer.
+        """
+        if transfer.peer is None:
+            raise ValueError(f"{transfer} has no peer: it is between all ranks of a group")
+        (axis,) = transfer.axes
+        return self.role_of(self.mesh.rank({**self.mesh.coordinate(role.ranks[0]), axis: transfer.peer}))
+
+    def sharding_of(self, rank: int) -> ShardingPlan:
+        """Returns the view of `rank`; ranks outside of the mesh run no block and hold no parameter."""
+        if rank < self.mesh.world_size:
+            return self.sharding.at_coordinate(self.mesh.coordinate(rank))
+        all_ranks = self.sharding.global_plan
+        return replace(
+            all_ranks,
+            model_spec=all_ranks.model_spec.restricted_to(()),
+            param_shardings=(),
+            all_ranks=all_ranks,
+        )
+
+    def role_plans(self) -> Iterator[tuple[Role, "Plan"]]:
+        """Yields each role of the program with the plan of its first rank."""
+        for role in self.program.roles:
+            rank = role.ranks[0]
+            yield role, replace(self, sharding=self.sharding_of(rank), rank=rank)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions of this plan's rank in a step (that of `for_rank`; rank 0 before)."""
-        return self.program.actions(role_of(dict(self.sharding.coordinate)))
+        """The actions of `rank` in a step."""
+        return self.role_of(self.rank).actions
 
     @property
     def model_spec(self) -> ModelSpec:

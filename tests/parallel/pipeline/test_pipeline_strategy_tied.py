@@ -82,8 +82,8 @@ def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns who takes part in what is summed along pp."""
     found = {
         action.name: action.transfer
-        for _, actions in plan.program.roles
-        for action in actions
+        for role in plan.program.roles
+        for action in role.actions
         if action.kind == "REDUCE_TIED"
     }
     return {
@@ -277,13 +277,7 @@ def test_two_copies_of_every_part_are_one_model(
 ):
     plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
     assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
-    assert {
-        name
-        for role, actions in plan.program.roles
-        for action in actions
-        if action.kind == "LOSS"
-        for name in [role]
-    } == {
+    assert {role.name for role in plan.program.roles for action in role.actions if action.kind == "LOSS"} == {
         "pp0",
         f"pp{mesh.pp - 1}",
     }

@@ -119,12 +119,14 @@ def test_owners_share_the_work_and_no_weight_is_owned_twice(analyzed: AnalyzedMo
             if param_sharding.sliced_dims
         }
         owned = [
-            weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)
+            weight
+            for rank in range(plan.mesh.world_size)
+            for _, weight in owned_params(plan.sharding_of(rank))
         ]
         assert sorted(weight.name for weight in owned) == sorted(cut)
         assert all(weight.shape == cut[weight.name].shape for weight in owned)
         largest = max(
-            sum(weight.numel for _, weight in owned_params(plan.sharding, rank))
+            sum(weight.numel for _, weight in owned_params(plan.sharding_of(rank)))
             for rank in range(plan.mesh.world_size)
         )
         assert largest < sum(weight.numel for weight in cut.values())

@@ -37,7 +37,7 @@ def plan_of(rule: str = "adafactor", mesh: Mesh | None = None, model_spec: Model
 def test_every_weight_has_one_owner_and_the_largest_load_is_small():
     for mesh in (Mesh(tp=3), Mesh(dp_shard=2, tp=3)):
         plan = plan_of(mesh=mesh)
-        owned = [list(owned_params(plan.sharding, rank)) for rank in range(mesh.world_size)]
+        owned = [list(owned_params(plan.sharding_of(rank))) for rank in range(mesh.world_size)]
         assert sorted(param.name for mine in owned for _, param in mine) == sorted(
             param.name for param in WEIGHTS
         )

@@ -100,20 +100,16 @@ def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) 
     return parcels
 
 
-def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
-    """Yields the full parameters that `rank` owns, each with its group."""
+def owned_params(sharding: ShardingPlan) -> Iterator[tuple[str, ParamSpec]]:
+    """Yields the full parameters that the rank of `sharding` owns, each with its group."""
     params = {
         param_sharding.param.name: param_sharding.param
         for param_sharding in sharding.global_plan.param_shardings
     }
-    sharding = (
-        sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
-        if sharding.block_calls_by_pp_rank
-        else sharding
-    )
+    coordinate = dict(sharding.coordinate)
     for parcel in matrix_parcels(sharding):
-        if sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.axes) == parcel.owner:
-            shard_index = sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.shard_axes)
+        if sharding.mesh.index(coordinate, parcel.axes) == parcel.owner:
+            shard_index = sharding.mesh.index(coordinate, parcel.shard_axes)
             yield from ((parcel.param_group, params[name]) for name in parcel.names_by_shard[shard_index])
 
 

@@ -79,19 +79,16 @@ class ActionCosts:
 
     def __init__(self, plan: Plan, rank: int, target: ExecutionTarget) -> None:
         self._plan, self._rank, self.target = plan, rank, target
-        self._sharding = plan.sharding.at_coordinate(plan.mesh.coordinate(rank))
+        self._sharding = plan.sharding_of(rank)
         self._block_shares = block_shares(self._sharding)
         self._num_samples = plan.micro_batch
         memory = plan.model_spec.memory
         self._model_ops: ModelOps | None = None if memory is None else memory.ops
         self._cached_seconds: dict[tuple[str, str], float] = {}
         self._cached_transfers: dict[Transfer, float] = {}
-        first_calls = [stage.block_calls[0] for stage in self._sharding.stages] or [
-            self._sharding.model_spec.block_calls[0]
-        ]
-        self._first_calls = {
-            block_call for block_call in first_calls if block_call in self._sharding.model_spec.block_calls
-        }
+        block_calls = self._sharding.model_spec.block_calls
+        first_calls = [stage.block_calls[0] for stage in self._sharding.stages] or block_calls[:1]
+        self._first_calls = {block_call for block_call in first_calls if block_call in block_calls}
 
     @property
     def ops_known(self) -> bool:

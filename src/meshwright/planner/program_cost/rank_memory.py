@@ -96,10 +96,10 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 def transient_nbytes(plan: Plan) -> int:
     """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
     peak = 0
-    for _, actions in plan.program.roles:
-        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    for role in plan.program.roles:
+        freed = {name for action in role.actions if action.kind == "STEP" for name in action.frees}
         live: dict[str, int] = {}
-        for action in actions:
+        for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
                     allocation.name: allocation.nbytes
@@ -124,7 +124,7 @@ def peak_nbytes(plan: Plan, rank: int) -> int:
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     """Returns the elements that `rank` of `plan` steps, and the bytes of their optimizer states."""
-    plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
+    plan = replace(plan, sharding=plan.sharding_of(rank), rank=rank)
     pairs = [pair for each in _group_states(plan, rank) for pair in each.stepped_params]
     return sum(numel for _, numel in pairs), sum(param_state_nbytes(plan.job, *pair) for pair in pairs)
 
@@ -219,7 +219,7 @@ def _cast_nbytes(job: Job, group_states: Iterable[_GroupState]) -> int:
 
 def _group_states(plan: Plan, rank: int) -> Iterator[_GroupState]:
     sharding, parameters = plan.sharding, plan.job.precision.parameters
-    flat_specs, owned = sharding.flat_param_specs(), list(owned_params(sharding, rank))
+    flat_specs, owned = sharding.flat_param_specs(), list(owned_params(sharding))
     owned_names = {
         param_sharding.param.name for param_sharding in sharding.param_shardings if param_sharding.owner_axes
     }
