@@ -126,6 +126,11 @@ class TorchWorld(World):
         Collectives in flight never complete.
         """
         self.watchdog.announce_exit(error)
+        if dist.get_backend() != "gloo":
+            # NCCL's destroy waits for collectives that never end: say what happened first, and break them off
+            logger.error("rank %d has failed", self.rank, exc_info=error)
+            dist.distributed_c10d._abort_process_group()
+            self._process_groups.clear()
         for group in self._groups.values():
             if isinstance(group, TorchGroup | SharedMemoryGroup):
                 group.abort()
@@ -307,7 +312,8 @@ def init_world(
         finally:
             world.close()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # unless it was aborted
+            dist.destroy_process_group()
 
 
 def can_split() -> bool:
