@@ -8,7 +8,6 @@ around the run (`RunConfig`: folders, intervals) are carried along and do not co
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from hashlib import sha256
 from typing import Any, final
 
@@ -22,8 +21,8 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
 from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
-from meshwright.plan.step.program import Action, Program, drop_single_rank_transfers
-from meshwright.plan.step.single_device_program import role_of, sequential_stage_calls, single_device_program
+from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_single_rank_transfers
+from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
     batch_diagnostics,
@@ -39,8 +38,8 @@ from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work, with all diagnostics at
-    once.
+    """A resolved plan of all ranks. Build it with `Plan.make`, which refuses what cannot work, with all
+    diagnostics at once, and take the plan of one rank by `for_rank`.
     """
 
     job: Job
@@ -122,20 +121,52 @@ class Plan:
         )
 
     def for_rank(self, rank: int) -> "RankPlan":
-        """Returns the plan of `rank`, with its own parameters, slices and action list."""
-        view = self.rank_view(rank)
-        role, program = role_of(view.coordinate), self.program
-        first = next(each for each in self.role_views if role_of(each.coordinate) == role)
+        """Returns the plan of `rank`, with its own parameters, slices and action list.
+
+        A rank outside of the mesh has the list of its role, and no parameters. Raises ValueError for a rank
+        that plays no role.
+        """
+        role, view = self.role_of(rank), self.rank_view(rank)
+        first = self.rank_view(role.ranks[0])
         if (view.param_shardings, view.work_share.fractions_by_length) != (
             first.param_shardings,
             first.work_share.fractions_by_length,
         ):
-            program = _program(self.job, view, self.strategies, self.micro_batch)
-        return self._at(view, program.actions(role))
+            (role,) = _program(self.job, view, self.strategies, self.micro_batch).roles
+        return self._at(rank, view, role)
 
     def rank_view(self, rank: int) -> RankView:
-        """Returns what `rank` has of the sharding plan."""
-        return RankView(self.sharding, self.mesh.coordinate(rank))
+        """Returns what `rank` has of the sharding plan; a rank outside of the mesh has nothing."""
+        return RankView(self.sharding, self.mesh.coordinate(rank) if rank < self.mesh.world_size else {})
+
+    def role_of(self, rank: int) -> Role:
+        """Returns the role that `rank` plays. Raises ValueError for a rank that plays none."""
+        for role in self.program.roles:
+            if rank in role.ranks:
+                return role
+        last = max(role.ranks[-1] for role in self.program.roles)
+        raise ValueError(
+            f"there is no rank {rank} in {self.mesh}: its roles have ranks 0 to {last}. Choose one of them"
+        )
+
+    def stage_role(self, pp_rank: int) -> Role:
+        """Returns the role of the ranks at index `pp_rank` along pp."""
+        return self.role_of(self.mesh.rank({"pp": pp_rank}))
+
+    def peer_role(self, role: Role, transfer: Transfer) -> Role:
+        """Returns the role of the rank that a `transfer` of `role` with one other rank goes to, or comes
+        from. Raises ValueError if `transfer` names no peer.
+        """
+        if transfer.peer is None:
+            raise ValueError(f"{transfer} has no peer: it is between all ranks of a group")
+        (axis,) = transfer.axes
+        return self.role_of(self.mesh.rank({**self.mesh.coordinate(role.ranks[0]), axis: transfer.peer}))
+
+    def role_plans(self) -> Iterator["RankPlan"]:
+        """Yields the plan of the first rank of each role, in the order of the program's roles."""
+        for role in self.program.roles:
+            rank = role.ranks[0]
+            yield self._at(rank, self.rank_view(rank), role)
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
         """Returns this plan with microbatches of another size: those of a last, smaller batch."""
@@ -168,19 +199,9 @@ class Plan:
             self.file_digests,
         )
 
-    def role_plans(self) -> Iterator["RankPlan"]:
-        """Yields the plan of the first rank of each role, in the order of the program's roles."""
-        for view, (_, actions) in zip(self.role_views, self.program.roles, strict=True):
-            yield self._at(view, actions)
-
-    @cached_property
-    def role_views(self) -> tuple[RankView, ...]:
-        """The view of the first rank of each role, in the order of the program's roles."""
-        return _stage_views(self.sharding, len(self.program.roles))
-
-    def _at(self, view: RankView, actions: tuple[Action, ...]) -> "RankPlan":
+    def _at(self, rank: int, view: RankView, role: Role) -> "RankPlan":
         values = {item.name: getattr(self, item.name) for item in fields(Plan)}
-        return RankPlan(**values, view=view, actions=actions)
+        return RankPlan(**values, rank=rank, view=view, role=role)
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -278,7 +299,7 @@ class Plan:
             ],
             "block_calls": list(self.model_spec.block_calls),
             "params": params,
-            **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.role_views[0]) else {}),
+            **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.sharding) else {}),
             **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
             **(
                 {"hidden": [w.name for w in self.model_spec.params if w.is_hidden_matrix]}
@@ -302,10 +323,18 @@ class Plan:
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankPlan(Plan):
-    """A plan as one rank executes it: what the rank has of the sharding plan, and its actions in a step."""
+    """A plan as one rank executes it: what the rank has of the sharding plan, and its role, whose actions
+    have the sizes of this rank.
+    """
 
+    rank: int
     view: RankView
-    actions: tuple[Action, ...]
+    role: Role
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this rank in a step."""
+        return self.role.actions
 
 
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
@@ -314,19 +343,18 @@ def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
     ]
 
 
-def _slices_params(view: RankView) -> bool:
-    return any(param_sharding.sliced_dims for param_sharding in view.param_shardings)
-
-
-def _stage_views(sharding: ShardingPlan, num_stages: int) -> tuple[RankView, ...]:
-    first = sharding.mesh.coordinate(0)
-    return tuple(RankView(sharding, {**first, "pp": pp_rank}) for pp_rank in range(num_stages))
+def _slices_params(sharding: ShardingPlan) -> bool:
+    return any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings)
 
 
 def _all_roles(
     job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
 ) -> Program:
-    views = _stage_views(sharding, len(sharding.block_calls_by_pp_rank) or 1)
+    first = sharding.mesh.coordinate(0)
+    views = [
+        RankView(sharding, {**first, "pp": pp_rank})
+        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
+    ]
     return Program(
         tuple(role for view in views for role in _program(job, view, strategies, micro_batch).roles)
     )

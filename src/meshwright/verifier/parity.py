@@ -408,7 +408,7 @@ def _with_compare_action(plan: RankPlan) -> RankPlan:
             edited.append(action)
         return edited
 
-    return replace(plan, actions=tuple(insert(list(plan.actions))))
+    return replace(plan, role=replace(plan.role, actions=tuple(insert(list(plan.actions)))))
 
 
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
-from meshwright.plan.step.program import Action, Program, transitive_waits
+from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
     CHECKPOINTED_FORWARD,
@@ -37,18 +37,19 @@ _FIX = (
 def static_checks(plan: Plan) -> list[Diagnostic]:
     """Returns every diagnostic of the plan's program; an empty list is the proof."""
     program, found = plan.program, list[tuple[str, str]]()  # location, and what is wrong there
-    for (role, actions), rank_plan in zip(program.roles, plan.role_plans(), strict=True):
+    for rank_plan in plan.role_plans():
+        role = rank_plan.role
         checks = (
-            _check_order(program, role, actions),
-            _check_memory(actions),
-            _check_updates(rank_plan, actions),
-            _check_gradients(rank_plan, actions),
-            _check_copies(rank_plan, actions),
-            _check_uses(rank_plan, actions),
-            _check_whole_batch(rank_plan, actions),
-            check_message_order(program, role, actions),
+            _check_order(program, role),
+            _check_memory(role.actions),
+            _check_updates(rank_plan, role.actions),
+            _check_gradients(rank_plan, role.actions),
+            _check_copies(rank_plan, role.actions),
+            _check_uses(rank_plan, role.actions),
+            _check_whole_batch(rank_plan, role.actions),
+            check_message_order(plan, role),
         )
-        found += [(f"program.{role}", text) for texts in checks for text in texts]
+        found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
     found += [("program", text) for text in find_unbuffered_deadlocks(program)]
     try:
@@ -58,9 +59,12 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
     return [Diagnostic(text, _FIX, location) for location, text in found]
 
 
-def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
-    everywhere = {qualified_name(other, action.name) for other, listed in program.roles for action in listed}
-    own_names = {qualified_name(role, action.name) for action in actions}
+def _check_order(program: Program, role: Role) -> Iterator[str]:
+    actions = role.actions
+    everywhere = {
+        qualified_name(other.name, action.name) for other in program.roles for action in other.actions
+    }
+    own_names = {qualified_name(role.name, action.name) for action in actions}
     at: dict[str, int] = {}
     passed_names: set[str] = set()
     for index, action in enumerate(actions):
@@ -68,12 +72,12 @@ def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iter
             yield f"{action.name} is listed twice, as actions {at[action.name]} and {index}"
         at[action.name] = index
         for wait in action.waits:
-            name = qualified_name(role, wait)
+            name = qualified_name(role.name, wait)
             if name not in everywhere:
                 yield f"{action.name} waits for {wait}, which no rank runs"
             elif name in own_names and name not in passed_names:
                 yield f"{action.name} waits for {wait}, which is later in the list"
-        passed_names.add(qualified_name(role, action.name))
+        passed_names.add(qualified_name(role.name, action.name))
     for action in actions:
         where = f"({action.subject}, {action.microbatch})"
         if (

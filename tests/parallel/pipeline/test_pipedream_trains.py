@@ -170,7 +170,8 @@ def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
         (each.virtual_stage, each.microbatch): each.forward
         for each in weight_versions(pipedream_schedule(ranks, micros))
     }
-    for stage, (_, actions) in enumerate(plan.program.roles):
+    for stage in range(ranks):
+        actions = plan.stage_role(stage).actions
         assert forward_versions(actions) == {micro: law[stage, micro] for micro in range(micros)}
         assert stepped_microbatches(actions) == tuple(range(micros))
         assert staleness(actions) == min(ranks - 1 - stage, micros - 1)

@@ -104,9 +104,9 @@ def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
             ZeRO(keep_mb=keep_mb),
         )
         counts.append(
-            [sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles]
+            [sum(action.kind == "UNSHARD" for action in role.actions) for role in plan.program.roles]
         )
-    bundles = [len(view.all_param_groups) for view in plan.role_views]
+    bundles = [len(each.view.all_param_groups) for each in plan.role_plans()]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == bundles
     assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), (

@@ -111,7 +111,8 @@ def test_a_search_folds_two_parts_per_rank():
 def held(plan: Plan) -> list[int]:
     """Returns how many microbatches of its first visit each rank keeps at most."""
     found = []
-    for _, actions in plan.program.roles:
+    for role in plan.program.roles:
+        actions = role.actions
         first, now, most = next(action.subject for action in actions if action.kind == "F"), 0, 0
         for action in (action for action in actions if action.subject == first):
             now += (action.kind == "F") - (action.kind in ("B", "W"))

@@ -85,8 +85,8 @@ def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: Pr
     )
     moves = [
         action.transfer
-        for _, actions in plan.program.roles
-        for action in actions
+        for role in plan.program.roles
+        for action in role.actions
         if action.stream in ("send", "recv")
     ]
     assert {(move.dtype, move.nbytes) for move in moves} == {(dtype, 2 * TOKENS * WIDTH * WIDTHS[dtype])}

@@ -80,7 +80,7 @@ def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
 def sent(plan: Plan, kind: str) -> dict[str, set[int]]:
     """Returns what is sent between stages by actions of that kind, and the bytes that each rank puts in."""
     found: dict[str, set[int]] = {}
-    for action in (action for _, actions in plan.program.roles for action in actions if action.kind == kind):
+    for action in (action for role in plan.program.roles for action in role.actions if action.kind == kind):
         found.setdefault(action.subject, set()).update(move.nbytes for move in action.transfers)
     return found
 

@@ -152,7 +152,7 @@ def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank
     said = next(name for name in middle if name.startswith("SEND(encoder.1 to 2"))
     assert middle.index(said) == middle.index("RECV(encoder.1 to 1, 0)") + 1
     local = planned(pair(), 2, Pipeline(schedule="zb_v"))
-    sent = [action for role, actions in local.program.roles for action in actions if action.kind == "SEND"]
+    sent = [action for role in local.program.roles for action in role.actions if action.kind == "SEND"]
     for name in {action.tensors[0] for action in sent}:
         assert len([action for action in sent if action.tensors == (name,) and action.microbatch == 0]) == 1
 

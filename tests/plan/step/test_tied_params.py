@@ -109,7 +109,7 @@ def test_a_sharded_group_sends_a_shard_in_the_dtype_of_gradients():
     move, flat_param = of_kind(plan, "REDUCE_TIED").transfer, plan.rank_view(0).flat_param_specs[NAME]
     assert move is not None
     assert (move.nbytes, move.dtype) == (flat_param.shard_numel * 4, "float32")
-    assert flat_param == plan.role_views[2].flat_param_specs[NAME]  # cut at the same places
+    assert flat_param == list(plan.role_plans())[2].view.flat_param_specs[NAME]  # cut at the same places
 
 
 @pytest.mark.parametrize(

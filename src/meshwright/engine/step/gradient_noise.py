@@ -69,12 +69,11 @@ class GradientNoiseScale:
         self._microbatch_by_action = {
             action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
         }
-        action_lists = (actions for _, actions in plan.program.roles)  # a rank may have no trained weight
         self._measured_microbatches = sorted(
             {
                 action.microbatch
-                for action_list in action_lists
-                for action in action_list
+                for role in plan.program.roles  # a rank may have no trained weight
+                for action in role.actions
                 if action.kind == "GRAD_SQNORM"
             },
             key=str,

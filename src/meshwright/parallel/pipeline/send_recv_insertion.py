@@ -61,8 +61,8 @@ from meshwright.plan.step.single_device_program import (
     COUNT_NBYTES,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,
-    role_of,
     samples_per_microbatch,
+    stage_role_name,
 )
 
 
@@ -253,7 +253,7 @@ class SendRecvInsertion:
                 transfer.subject(backward=back),
                 self._transfer("recv", transfer, peer, num_samples),
             )
-            waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
+            waits = (f"{stage_role_name(peer)}/{sent}({name}, {action.microbatch})",)
             received = Action(kind, name, action.microbatch, "recv", waits, (transfer.value.name,), message)
             yield replace(received, allocations=(Allocation(received.name, message.nbytes),))
             if message.replica_axes:

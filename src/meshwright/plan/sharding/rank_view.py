@@ -23,7 +23,10 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True)
 class RankView:
-    """What the rank at `coordinate` (its index along every axis) has of `plan`."""
+    """What the rank at `coordinate` (its index along every axis) has of `plan`.
+
+    A rank outside of the mesh has no coordinate: it runs no block and holds no parameter.
+    """
 
     plan: ShardingPlan
     coordinate: Mapping[str, int] = field(hash=False)
@@ -33,6 +36,8 @@ class RankView:
         """The block calls that this rank runs, and what they use."""
         calls_by_pp_rank = self.plan.block_calls_by_pp_rank
         model_spec = self.plan.model_spec
+        if not self.coordinate:
+            return model_spec.restricted_to(())
         return (
             model_spec.restricted_to(calls_by_pp_rank[self.coordinate["pp"]])
             if calls_by_pp_rank
@@ -48,7 +53,7 @@ class RankView:
     @cached_property
     def unsliced_param_shardings(self) -> tuple[ParamSharding, ...]:
         """The shardings of this rank's parameters, unsliced, with the block calls of this rank."""
-        if not self.plan.block_calls_by_pp_rank:
+        if self.coordinate and not self.plan.block_calls_by_pp_rank:
             return self.plan.param_shardings
         local = {param.name: param.block_calls for param in self.model_spec.params}
         return tuple(

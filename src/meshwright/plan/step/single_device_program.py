@@ -18,12 +18,13 @@ Strategies may add PACK (gradients of a bucket into one contiguous buffer) and U
 the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -37,7 +38,7 @@ from meshwright.plan.step.memory.memory_names import (
     output_name,
     saved_activations_name,
 )
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
 FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
@@ -87,7 +88,7 @@ def single_device_program(
     last = actions[-1].name
     actions.append(Action("LOSS_SUM", waits=losses, frees=builder.scratch_in_use))
     if any(calls.kind == "STEP" for calls in stage_calls):
-        return Program.from_dict({role_of(view.coordinate): [*actions, *_norm(view.plan, last)]})
+        return Program((stage_role(view, [*actions, *_norm(view.plan, last)]),))
     names = tuple(param.name for param in view.model_spec.trainable)
     # Not every stage computes a loss.
     waits = [last, "TOKEN_COUNT()"] if view.plan.block_calls_by_pp_rank else [last]
@@ -99,7 +100,7 @@ def single_device_program(
     actions.append(
         Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, view.param_groups)))
     )
-    return Program.from_dict({role_of(view.coordinate): actions})
+    return Program((stage_role(view, actions),))
 
 
 def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
@@ -109,9 +110,26 @@ def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
     return [Action("GLOBAL_NORM", GRAD_NORM, stream="comm", waits=(last,), transfer=total)]
 
 
-def role_of(coordinate: Mapping[str, int]) -> str:
-    """Returns the role of the ranks at `coordinate`."""
-    return f"pp{coordinate.get('pp', 0)}"
+def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
+    """Returns the role of the rank of `view`, with `actions`: ranks at one index along pp run the same
+    stages; without a pipeline, all ranks of the mesh have one role.
+    """
+    pp_rank, pp_size = 0, 1
+    if view.plan.block_calls_by_pp_rank:
+        pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
+    num_ranks = view.plan.mesh.world_size // pp_size
+    first = pp_rank * num_ranks  # no plan uses an axis outside pp, so the ranks of a stage follow one another
+    return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
+
+
+def spans_roles(transfer: Transfer) -> bool:
+    """Returns whether the ranks of a group of `transfer` have different roles."""
+    return not set(axes_with("layers")).isdisjoint(transfer.axes)
+
+
+def stage_role_name(pp_rank: int) -> str:
+    """Returns the name of the role of the ranks at index `pp_rank` along pp."""
+    return f"pp{pp_rank}"
 
 
 def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:

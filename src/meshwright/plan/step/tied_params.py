@@ -33,7 +33,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.grad_dependencies import completing_backwards, first_grad_reader, with_grad_waits
 from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import role_of
+from meshwright.plan.step.single_device_program import stage_role_name
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -136,8 +136,8 @@ def _reduce_tied(param_group: ParamGroup, waits: Action, view: RankView, job: Jo
     transfer = Transfer(
         "all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=member_indices
     )
-    groups = view.coordinate["pp"]
-    others = (f"{role_of({'pp': index})}/{waits.name}" for index in param_group.pp_ranks if index != groups)
+    own = view.coordinate["pp"]
+    others = (f"{stage_role_name(index)}/{waits.name}" for index in param_group.pp_ranks if index != own)
     return Action(
         "REDUCE_TIED", param_group.name, None, "comm", (waits.name, *others), param_group.names, transfer
     )

@@ -84,12 +84,9 @@ class ActionCosts:
         self._model_ops: ModelOps | None = None if memory is None else memory.ops
         self._cached_seconds: dict[tuple[str, str], float] = {}
         self._cached_transfers: dict[Transfer, float] = {}
-        first_calls = [stage.block_calls[0] for stage in self._view.plan.stages] or [
-            self._view.model_spec.block_calls[0]
-        ]
-        self._first_calls = {
-            block_call for block_call in first_calls if block_call in self._view.model_spec.block_calls
-        }
+        block_calls = self._view.model_spec.block_calls
+        first_calls = [stage.block_calls[0] for stage in self._view.plan.stages] or block_calls[:1]
+        self._first_calls = {block_call for block_call in first_calls if block_call in block_calls}
 
     @property
     def ops_known(self) -> bool:

@@ -97,10 +97,10 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 def transient_nbytes(plan: Plan) -> int:
     """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
     peak = 0
-    for _, actions in plan.program.roles:
-        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    for role in plan.program.roles:
+        freed = {name for action in role.actions if action.kind == "STEP" for name in action.frees}
         live: dict[str, int] = {}
-        for action in actions:
+        for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
                     allocation.name: allocation.nbytes

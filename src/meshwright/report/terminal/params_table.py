@@ -145,7 +145,7 @@ def _shown_ranks(rows: list[ParamRow], sharding: ShardingPlan) -> list[tuple[int
     if count > MAX_SHOWN_STAGES:
         largest = max(stages, key=lambda stage: sum(row.stage_nbytes[stage] for row in rows))
         stages = sorted({0, largest, count - 1})
-    return [(stage * (sharding.mesh.world_size // count), stage) for stage in stages]
+    return [(sharding.mesh.rank({"pp": stage}), stage) for stage in stages]
 
 
 def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
