@@ -96,7 +96,7 @@ def plan_details(plan: Plan) -> RenderableType:
     tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan)]
     shown = (part for table in tables if table is not None for part in ("", table))
     several = len(plan.program.roles) > 1
-    actions = [_action_table(each, title=role if several else "") for role, each in plan.program.roles]
+    actions = [_action_table(role.actions, title=role.name if several else "") for role in plan.program.roles]
     return Group(_summary(plan), *shown, *([] if several else [""]), *actions)
 
 

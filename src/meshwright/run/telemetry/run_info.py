@@ -3,7 +3,7 @@
     format, version      of this file
     hash, mesh, world    the hash of the plan, its mesh as text, the number of ranks
     summary              the plan as text, as `meshwright plan` shows it
-    program              the actions of every role
+    program              the ranks and actions of every role
     prediction           predicted seconds (if hardware was named), and bytes kept and sent
     resident_memory      bytes that a rank of each role keeps all the time, by category
     stages               the block calls of each pipeline stage, in forward order
@@ -71,7 +71,7 @@ def write_run_info(
 
 
 def _axes(plan: Plan) -> list[str]:
-    transfers = [move for _, actions in plan.program.roles for action in actions for move in action.transfers]
+    transfers = [move for role in plan.program.roles for action in role.actions for move in action.transfers]
     return sorted({axis for move in transfers for axis in move.axes})
 
 
