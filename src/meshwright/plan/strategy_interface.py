@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import StageCalls
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports t
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.runtime.module_patches import ModulePatches
     from meshwright.engine.runtime.rank_state import RankState
-    from meshwright.plan.plan import Plan
+    from meshwright.plan.plan import RankPlan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
@@ -42,7 +43,7 @@ class Runtime:
     shards the sequence.
     """
 
-    plan: "Plan"
+    plan: "RankPlan"
     state: "RankState"
     params: "FlatParamStore"
     collectives: "BlockCollectives"
@@ -83,13 +84,11 @@ class Strategy(ABC):
         """Returns `sharding` with the layouts that this technique changes."""
         return sharding
 
-    def order_stage_calls(
-        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
-    ) -> Sequence[StageCalls]:
+    def order_stage_calls(self, stage_calls: Sequence[StageCalls], view: RankView) -> Sequence[StageCalls]:
         """Returns the order in which a rank goes through its block calls; by default unchanged."""
         return stage_calls
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         """Returns `program` with the actions that this technique adds, removes or moves."""
         return program
 

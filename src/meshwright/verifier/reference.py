@@ -85,7 +85,11 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         parity_case.make_rng(),
         parity_case.single_device_plan,
     )
-    replay = _WeightVersionReplay(parity_case, subject, rng) if alone(parity_case.plan.actions) else None
+    replay = (
+        _WeightVersionReplay(parity_case, subject, rng)
+        if alone(parity_case.plan.for_rank(0).actions)
+        else None
+    )
     trainable = subject.trainable_parameters
     block_of = {weight.name: weight.block_calls[0] for weight in plan.model_spec.params}
     reference = Reference(

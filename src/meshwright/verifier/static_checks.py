@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
 from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
@@ -37,15 +37,16 @@ _FIX = (
 def static_checks(plan: Plan) -> list[Diagnostic]:
     """Returns every diagnostic of the plan's program; an empty list is the proof."""
     program, found = plan.program, list[tuple[str, str]]()  # location, and what is wrong there
-    for role, view in plan.role_plans():
+    for rank_plan in plan.role_plans():
+        role = rank_plan.role
         checks = (
             _check_order(program, role),
             _check_memory(role.actions),
-            _check_updates(view, role.actions),
-            _check_gradients(view, role.actions),
-            _check_copies(view, role.actions),
-            _check_uses(view, role.actions),
-            _check_whole_batch(view, role.actions),
+            _check_updates(rank_plan, role.actions),
+            _check_gradients(rank_plan, role.actions),
+            _check_copies(rank_plan, role.actions),
+            _check_uses(rank_plan, role.actions),
+            _check_whole_batch(rank_plan, role.actions),
             check_message_order(plan, role),
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
@@ -128,7 +129,7 @@ def _check_memory(actions: Sequence[Action]) -> Iterator[str]:
         yield f"{taker} allocates {name}, and no action frees it"
 
 
-def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields problems of CLIP and STEP.
 
     CLIP needs every gradient, STEP every weight, and STEP waits for CLIP. A role without parameters updates
@@ -159,13 +160,13 @@ def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         yield "STEP does not wait for TOKEN_COUNT"
 
 
-def _weights_missing_in(plan: Plan, names: Iterable[str]) -> str:
+def _weights_missing_in(plan: RankPlan, names: Iterable[str]) -> str:
     present = set(names)
-    missing = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in present]
+    missing = [weight.name for weight in plan.view.model_spec.trainable if weight.name not in present]
     return f"{len(missing)} weights ({missing[0]}...)" if missing else ""
 
 
-def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_microbatch_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields problems of updates per microbatch.
 
     One STEP each, after its backwards and before those of another.
@@ -202,7 +203,7 @@ def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator
     )
 
 
-def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_gradients(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields gradients that are not reduced after their last backward and before CLIP starts."""
     movers: dict[str, list[Action]] = defaultdict(list)
     last: dict[str, int] = {}
@@ -226,7 +227,7 @@ def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         for wait in action.waits
         for name in (wait, *unpacked.get(wait, ()))
     }
-    for param_sharding in plan.sharding.param_shardings:
+    for param_sharding in plan.view.param_shardings:
         weight = param_sharding.param
         last_completion = max(
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
@@ -301,11 +302,11 @@ def _check_microbatch_transfers(
             )
 
 
-def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_uses(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields sharded weights that are not gathered before a block uses them, or are freed before."""
     sharded = {
         param_sharding.param.name: param_sharding
-        for param_sharding in plan.sharding.param_shardings
+        for param_sharding in plan.view.param_shardings
         if param_sharding.flat_shard_axes
     }
     users: dict[str, list[str]] = defaultdict(list)
@@ -328,7 +329,7 @@ def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                     yield f"{action.name} uses {name} and does not wait for {unsharded[name]}"
 
 
-def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     for axis in plan.sharding.primary_rank_axes:
         broadcasts = [
             action
@@ -340,7 +341,7 @@ def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
 
 
-def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     model_spec = plan.model_spec
     if plan.num_data == 1 or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
         return

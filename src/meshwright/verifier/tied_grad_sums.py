@@ -16,10 +16,11 @@ def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields every problem of the sums of tied gradients along pp, each with its role."""
     if not any(map(_tied_sums, plan.program.roles)):
         return
-    for role, view in plan.role_plans():
+    for rank_plan in plan.role_plans():
+        role, view = rank_plan.role, rank_plan.view
         users = {
-            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in view.sharding.logical_param_shardings
+            param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
+            for param_sharding in view.logical_param_shardings
         }
         for tied_sum in _tied_sums(role):
             yield from ((role.name, text) for text in _check_tied_sum(tied_sum, role.actions, users, plan))

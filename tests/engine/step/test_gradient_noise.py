@@ -205,7 +205,8 @@ def test_noise_that_is_known_is_found(
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
         executor = Executor(
-            plan, RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES)
+            plan.for_rank(world.rank),
+            RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES),
         )
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):

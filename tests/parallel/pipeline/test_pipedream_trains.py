@@ -197,7 +197,7 @@ def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision:
     for rank, sizes in enumerate(run_on_threads(on_rank, plan.mesh)):
         mine, said = plan.for_rank(rank), state_bytes(plan, rank)
         own = (
-            sum(weight.numel for weight in mine.sharding.model_spec.trainable)
+            sum(weight.numel for weight in mine.view.model_spec.trainable)
             * FLOAT_NBYTES[precision.parameters]
         )
         assert sizes["parameters"] == said.parameters == own

@@ -230,10 +230,10 @@ def test_the_owner_of_a_matrix_runs_its_part():
     owned = []
     for rank in range(plan.mesh.world_size):
         mine = plan.for_rank(rank)
-        found = [weight.name for _, weight in owned_params(mine.sharding)]
-        assert set(found) <= {param_sharding.param.name for param_sharding in mine.sharding.param_shardings}
+        found = [weight.name for _, weight in owned_params(plan.rank_view(rank))]
+        assert set(found) <= {param_sharding.param.name for param_sharding in mine.view.param_shardings}
         owned += found
-    matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.owner_axes]
+    matrices = [each.param.name for each in plan.sharding.param_shardings if each.owner_axes]
     assert sorted(owned) == sorted(matrices)
 
 

@@ -127,7 +127,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {param_sharding.param.name for param_sharding in plan.sharding.at_pp_rank(index).param_shardings}
+        {param_sharding.param.name for param_sharding in list(plan.role_plans())[index].view.param_shardings}
         & {"start", "middle", "scale"}
         for index in range(3)
     ]

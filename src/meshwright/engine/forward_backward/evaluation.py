@@ -29,7 +29,7 @@ from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.sharding.mesh import AXES
 
 EVALUATION_ACTION = "EVALUATE"  # name in the ledger
@@ -61,7 +61,7 @@ class Evaluation:
 
 
 def evaluate(
-    plan: Plan,
+    plan: RankPlan,
     state: RankState,
     driver: ForwardDriver,
     stateless_rng: StatelessRNG | None,

@@ -39,7 +39,7 @@ from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 
 BROADCAST_DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
@@ -51,7 +51,7 @@ MAX_DIMS = 9  # of a tensor, at most
 class PipelinedForward:
     """Runs blocks in lockstep within `run_in_lockstep`; a rank that has the whole model runs it as usual."""
 
-    def __init__(self, plan: Plan, state: RankState, driver: ForwardDriver) -> None:
+    def __init__(self, plan: RankPlan, state: RankState, driver: ForwardDriver) -> None:
         self._state, self._driver = state, driver
         self._takes_slices = any(
             plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
@@ -67,13 +67,12 @@ class PipelinedForward:
         self._fake_weights_by_block: dict[str, list[dict[str, Any]]] = {}
         self._full_shapes = {
             name: param_sharding.param.shape
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.sliced_dims
             for name in param_sharding.param.names
         }
         self._sharded_layers = {
-            state.trained_module.module.get_submodule(call.name)
-            for call in plan.sharding.model_spec.layer_calls
+            state.trained_module.module.get_submodule(call.name) for call in plan.view.model_spec.layer_calls
         }
 
     @contextmanager

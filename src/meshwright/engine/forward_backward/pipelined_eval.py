@@ -36,7 +36,7 @@ from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
 
@@ -103,7 +103,7 @@ class PipelinedEvaluation:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         driver: ForwardDriver,
         sequence_runner: FullSequenceRunner,
@@ -112,7 +112,8 @@ class PipelinedEvaluation:
     ) -> None:
         if state.trained_module.forward_graphs is None:
             raise RuntimeError("the plan has stages, and its model has no recorded forward")
-        self._sharding, self._state, self._driver, self._action = plan.sharding, state, driver, action
+        self._view, self._sharding = plan.view, plan.sharding
+        self._state, self._driver, self._action = state, driver, action
         self._forward_graphs, self._compute_dtype = (
             state.trained_module.forward_graphs,
             getattr(torch, plan.job.precision.compute),
@@ -187,7 +188,7 @@ class PipelinedEvaluation:
                 )
         # slices are known for sequences of the plan's length
         value_shapes = StageValueShards(
-            self._sharding, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
+            self._view, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
         )
         return _PipelinedForward(
             microbatch,

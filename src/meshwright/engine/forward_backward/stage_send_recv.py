@@ -28,7 +28,7 @@ from meshwright.model.pipeline.microbatch_replay import ScriptCache
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageValue
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Handler
@@ -52,7 +52,7 @@ class _MicrobatchValues:
 
 
 def make_stage_io(
-    plan: Plan, state: RankState, driver: ForwardDriver, sequence_runner: FullSequenceRunner
+    plan: RankPlan, state: RankState, driver: ForwardDriver, sequence_runner: FullSequenceRunner
 ) -> "StageIO | None":
     """Returns the sends and receives of this rank's stages; None where it runs the whole model."""
     if not plan.sharding.block_calls_by_pp_rank:
@@ -68,7 +68,7 @@ class StageIO:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         driver: ForwardDriver,
         sequence_runner: FullSequenceRunner,
@@ -82,13 +82,13 @@ class StageIO:
             plan.sharding,
             sequence_runner,
         )
-        local_block_calls = set(plan.sharding.model_spec.block_calls)
+        local_block_calls = set(plan.view.model_spec.block_calls)
         local_slice = [stage for stage in stages if stage.block_calls[0] in local_block_calls]
         self._stages_by_first = {stage.block_calls[0]: stage for stage in local_slice}
         self._stages_by_last = {stage.block_calls[-1]: stage for stage in local_slice}
         self._values = {stage_value.name: stage_value for stage in stages for stage_value in stage.outputs}
         self._value_shards, self._compute_dtype = (
-            StageValueShards(plan.sharding, self._values.values()),
+            StageValueShards(plan.view, self._values.values()),
             getattr(torch, plan.job.precision.compute),
         )
         self.handlers: dict[str, Handler] = dict.fromkeys(

@@ -23,8 +23,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.rank_work_share import chunked_head_call
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 
 CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"
@@ -37,10 +36,10 @@ class ChunkedLossRuntime:
     Does nothing where the plan computes all logits at once.
     """
 
-    def __init__(self, plan: Plan, state: RankState, module_patches: ModulePatches) -> None:
+    def __init__(self, plan: RankPlan, state: RankState, module_patches: ModulePatches) -> None:
         self._state, self._full_logits_enabled, self._head_inputs = state, False, set[int]()
         self._autocast_dtype: torch.dtype | None = None
-        call = chunked_head_call(plan.sharding)
+        call = plan.view.work_share.chunked_head_call
         if call is None:
             return
         loss, self._head = state.loss, state.trained_module.module.get_submodule(call.name)

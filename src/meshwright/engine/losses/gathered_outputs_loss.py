@@ -24,7 +24,7 @@ from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.memory.memory_names import output_grad_name
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import BATCH_INFO, GRAD_NORM
@@ -40,7 +40,7 @@ class GlobalBatchLoss:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         num_samples: Callable[[], int],
     ) -> None:

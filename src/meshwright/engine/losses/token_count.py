@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import stepped_microbatches
 
@@ -20,7 +20,7 @@ from meshwright.plan.step.single_device_program import stepped_microbatches
 class TokenCounter:
     """The loss weights of one rank's samples, and of all ranks'."""
 
-    def __init__(self, plan: Plan, state: RankState) -> None:
+    def __init__(self, plan: RankPlan, state: RankState) -> None:
         self._plan, self._state = plan, state
         self._own_step_microbatches = frozenset(stepped_microbatches(plan.actions))
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1

@@ -19,7 +19,7 @@ from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 
 
@@ -28,7 +28,7 @@ class OptimizerUpdate:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         flat_params: FlatParamStore,
         optimizers: Optimizers,

@@ -23,7 +23,7 @@ from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.program import Action
 
@@ -31,7 +31,7 @@ from meshwright.plan.step.program import Action
 class FlatParamStore:
     """The flat parameters of one rank, filled from the values of the model's parameters."""
 
-    def __init__(self, plan: Plan, state: RankState) -> None:
+    def __init__(self, plan: RankPlan, state: RankState) -> None:
         self._plan, self._state, self.param_slices = plan, state, ParamSlices(plan, state.world)
         self._by_name: dict[str, FlatParam] = {}  # by weight
         self.matrix_owners = MatrixOwners(plan, state, self._by_name)
@@ -50,14 +50,13 @@ class FlatParamStore:
             action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
         }
         self._param_shardings = {
-            param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings
+            param_sharding.param.name: param_sharding for param_sharding in plan.view.param_shardings
         }
-        coordinate = plan.mesh.coordinate(state.world.rank)
         self._norm_param_names, self.reported_param_names = (
-            frozenset(plan.sharding.params_counted_in_norm(coordinate)),
-            frozenset(plan.sharding.params_counted_in_sum(coordinate)),
+            plan.view.params_counted_in_norm,
+            plan.view.params_counted_in_sum,
         )
-        for name, spec in plan.sharding.flat_param_specs().items():
+        for name, spec in plan.view.flat_param_specs.items():
             first = spec.params[0][0]
             flat = self._param_shardings[first].is_stored_sharded
             flat_param = (

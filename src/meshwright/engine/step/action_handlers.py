@@ -36,7 +36,7 @@ from meshwright.engine.step.spike_diagnosis import (
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, backward, backward_from
 from meshwright.model.rng.stateless_rng import StatelessRNG
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
@@ -46,7 +46,7 @@ class ActionHandlers:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         flat_params: FlatParamStore,
         update: OptimizerUpdate,

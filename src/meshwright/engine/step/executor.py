@@ -59,7 +59,7 @@ from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardD
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Handler, Runtime
@@ -75,7 +75,7 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         optimizer: OptimizerMaker | None = None,
         stateless_rng: StatelessRNG | None = None,
@@ -83,15 +83,14 @@ class Executor:
         lr_scheduler: LRSchedulerFactory | None = None,
     ) -> None:
         create_groups(plan, state.world)
-        plan = plan.for_rank(state.world.rank)
         if plan.sharding.block_calls_by_pp_rank:
-            state.trained_module = state.trained_module.restrict_to(plan.sharding.model_spec)
+            state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.plan, self.state, self.loss = plan, state, state.loss  # this one of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
         self.flat_params = FlatParamStore(plan, state)
         self._vocab_parallel_logits = VocabParallelLogits(plan, state)
         weights = {weight.name: weight for weight in plan.model_spec.trainable}
-        alignments = plan.sharding.shard_alignments()
+        alignments = plan.view.shard_alignments
         self.optimizers = make_optimizers(
             plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, alignments
         )
@@ -109,7 +108,7 @@ class Executor:
         self._module_patches.apply_wrappers()
         self._driver = ForwardDriver(
             state.trained_module.blocks,
-            in_place=plan.sharding.model_spec.writes_in_place,
+            in_place=plan.view.model_spec.writes_in_place,
             cut_graph=needs_graph_cuts(plan),
         )
         if not plan.sharding.block_calls_by_pp_rank:  # stages shard the blocks that they run
@@ -137,7 +136,7 @@ class Executor:
         self._entries = self._resolve(plan.actions, handlers)
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
-        first_calls = plan.sharding.model_spec.block_calls[:1]
+        first_calls = plan.view.model_spec.block_calls[:1]
         first_calls = first_calls if self._stage_io is None else self._stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
@@ -330,7 +329,7 @@ class Executor:
         def before_block(block_call: str) -> bool:
             target = self._forward_positions.get((block_call, microbatch))
             if target is None or target < self._cursor:
-                planned = " ".join(self.plan.sharding.model_spec.block_calls)
+                planned = " ".join(self.plan.view.model_spec.block_calls)
                 problem = "out of the order" if target is not None else "more often than in the order"
                 text = f"the model reached block '{block_call}' {problem} of the plan: {planned}"
                 fix = (

@@ -46,7 +46,7 @@ import torch
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.action_handlers import ActionHandlers
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
@@ -56,7 +56,7 @@ AVERAGE_DECAY = 0.99  # decay of the averages, per step
 class GradientNoiseScale:
     """Handlers of GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, and the two running averages."""
 
-    def __init__(self, plan: Plan, state: RankState, action_handlers: ActionHandlers) -> None:
+    def __init__(self, plan: RankPlan, state: RankState, action_handlers: ActionHandlers) -> None:
         self.handlers: dict[str, Handler] = {
             "GRAD_SQNORM": self.compute_grad_sqnorm,
             "REDUCE_SQNORM": self.reduce_sqnorm,
@@ -79,7 +79,7 @@ class GradientNoiseScale:
             key=str,
         )
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._counted_params = frozenset(plan.sharding.params_counted_in_sum(coordinate))
+        self._counted_params = plan.view.params_counted_in_sum
         # other model-parallel ranks have the same
         self._reports_weights = not any(coordinate[axis] for axis in plan.sharding.model_parallel_axes)
         self._message = torch.zeros(3, dtype=torch.float64)

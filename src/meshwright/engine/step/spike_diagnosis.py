@@ -30,7 +30,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, BlockCall, backward, backward_from
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS
 from meshwright.plan.strategy_interface import Handler
@@ -60,11 +60,11 @@ class ReplayFindings:
     """
 
     def __init__(
-        self, plan: Plan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]
+        self, plan: RankPlan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]
     ) -> None:
         self._state, self._model_spec, self._count, self._loss_sum = (
             state,
-            plan.sharding.model_spec,
+            plan.view.model_spec,
             count or 1.0,
             loss_sum,
         )
@@ -72,7 +72,7 @@ class ReplayFindings:
         self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(list)
         pp_ranks = {
             param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.param.trainable
         }
         self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
@@ -136,7 +136,7 @@ class ReplayFindings:
 class MicrobatchReplay(ABC):
     """Replays the microbatches of one rank, and collects `findings`."""
 
-    plan: Plan
+    plan: RankPlan
     state: RankState
     findings: ReplayFindings
     forward: ForwardFn
@@ -156,7 +156,7 @@ class FullModelReplay(MicrobatchReplay):
 
     def replay(self, microbatch: int) -> None:
         """Replays a microbatch; weights of blocks that its forward leaves out are gathered all the same."""
-        order = self.plan.sharding.model_spec.block_calls
+        order = self.plan.view.model_spec.block_calls
         with unshard_in_order(order, self.unshard_block) as before_block:
             self.forward(microbatch, before_block)
         block_calls = self.state.forward_passes.pop(microbatch).block_calls
@@ -170,7 +170,7 @@ class FullModelReplay(MicrobatchReplay):
         self.findings.add_sqnorms(self.state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        block_calls = self.plan.sharding.model_spec.block_calls
+        block_calls = self.plan.view.model_spec.block_calls
         for order in (block_calls, block_calls[::-1]):
             with unshard_in_order(order, self.unshard_block):
                 pass
@@ -244,7 +244,7 @@ STEP_PHASES: tuple[StepPhase, ...] = ("", "forward", "loss", "backward")
 NUM_REPORT_NUMBERS = 5  # numbers that each rank tells: loss, norm, stage, block, parameter
 
 
-def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tuple[RankSpikeReport, ...]:
+def diagnose_spike(plan: RankPlan, state: RankState, replay: MicrobatchReplay) -> tuple[RankSpikeReport, ...]:
     """Returns the report of each rank's samples in this step, by rank.
 
     Every rank calls it and gets the same.
@@ -296,7 +296,7 @@ def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tu
 
 
 def _merge_findings(
-    plan: Plan, state: RankState, findings: ReplayFindings
+    plan: RankPlan, state: RankState, findings: ReplayFindings
 ) -> tuple[float, Mapping[str, float], StepPhase, str]:
     """Returns loss, squared norms and the first non-finite place, over ranks with the same samples."""
     sharding, names, block_calls = (
@@ -308,7 +308,7 @@ def _merge_findings(
         _, phase, block = findings.first_nonfinite or (0, "", "")
         return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
-    counted_params = set(sharding.params_counted_in_sum(coordinate))
+    counted_params = plan.view.params_counted_in_sum
     # ranks with other slices have the same loss
     reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]

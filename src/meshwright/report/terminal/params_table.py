@@ -17,6 +17,7 @@ from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.report.table import Column, Table
 
@@ -58,8 +59,11 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
 
     `sharding` is that of all ranks, `parameters` the dtype of a job.
     """
-    coordinates = [{"pp": pp_rank} for pp_rank in range(len(sharding.block_calls_by_pp_rank))] or [{}]
-    stages = [sharding.at_coordinate({**sharding.mesh.coordinate(0), **each}) for each in coordinates]
+    first = sharding.mesh.coordinate(0)
+    stages = [
+        RankView(sharding, {**first, "pp": pp_rank})
+        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
+    ]
     numel_by_stage = [
         {param_sharding.param.name: param_sharding.param.numel for param_sharding in each.param_shardings}
         for each in stages
@@ -153,10 +157,10 @@ def sharded_params_text(plan: Plan) -> dict[str, str]:
 
     Empty if nothing is sharded.
     """
-    sharding = plan.sharding.global_plan
+    sharding = plan.sharding
     if not any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings):
         return {}
-    here, parameters = sharding.at_coordinate(sharding.mesh.coordinate(0)), plan.job.precision.parameters
+    here, parameters = plan.rank_view(0), plan.job.precision.parameters
     nbytes = sum(
         param_sharding.param.numel * param_sharding.param.itemsize(parameters)
         for param_sharding in here.param_shardings

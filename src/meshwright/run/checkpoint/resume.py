@@ -255,7 +255,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
 
     Sums of two ranks have one order and are left out. All ranks call this: it may create groups.
     """
-    moves = [move for action in plan.actions for move in action.transfers]
+    moves = [move for action in plan.for_rank(0).actions for move in action.transfers]
     sums = {
         (move.axes, among)
         for move in moves
