@@ -135,7 +135,7 @@ def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     CLIP needs every gradient, STEP every weight, and STEP waits for CLIP. A role without parameters updates
     nothing.
     """
-    if not plan.sharding.param_shardings:
+    if not plan.view.param_shardings:
         return
     if stepped_microbatches(actions):
         yield from _check_microbatch_updates(plan, actions)
