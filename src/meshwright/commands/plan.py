@@ -50,7 +50,7 @@ def resolve_config(
             location=str(config),
         )
     mesh = plan.mesh.as_dict()
-    extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
+    extra = {"plan_hash": plan.hash, "meshwright": meshwright.__version__}
     # a branch of the hub has become a commit, and the model's own tokenizer has a name
     job = replace(request.job, model=plan.job.model, data=plan.job.data)
     resolved = replace(

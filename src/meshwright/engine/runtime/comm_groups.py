@@ -18,10 +18,9 @@ same way.
 from collections.abc import Iterator
 
 from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.disjoint_groups import GroupKey
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
-
-GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them
 
 
 def create_groups(plan: Plan, world: World) -> None:
@@ -34,8 +33,7 @@ def create_groups(plan: Plan, world: World) -> None:
     }
     if world.serializes_p2p:
         keys |= set(_p2p_pairs(plan))
-    for axes, among in sorted(keys):
-        world.group(axes, among)
+    world.create_groups(keys)
 
 
 def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:

@@ -17,7 +17,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.current_world import gpu_of_rank, own_device
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import CollectiveError, Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -71,9 +71,9 @@ def join_world(
         yield world
 
 
-def _abandon() -> None:
+def _abandon(diagnosis: CollectiveError) -> None:
     """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
-    logger.error("another rank has failed, and this one is stuck: it is ended")
+    logger.error("another rank has failed, and this one is stuck: it is ended. %s", diagnosis)
     os._exit(1)
 
 
