@@ -13,7 +13,7 @@ from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -157,10 +157,10 @@ def edited(plan: Plan, change: Callable[[list[Action]], list[Action]]) -> Plan:
     return replace(plan, program=plan.program.edit(change))
 
 
-def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> Executor:
+def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> StepExecutor:
     """One rank of `plan`, in the dtype of its parameters."""
     subject = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
-    return Executor(
+    return StepExecutor(
         plan,
         RankState(subject, world, token_cross_entropy()),
         stateless_rng=make_stateless_rng(analyzed, plan),

@@ -9,7 +9,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss_guard import LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.rank_state import Metrics
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.job import LossGuard, OptimizerConfig
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, job_of, pair, sample_range
@@ -91,13 +91,15 @@ def guarded(action: str, **more: float) -> dict[str, LossGuard]:
     return {"guard": LossGuard(action, **more)}
 
 
-def poison(executor: Executor, at: int, micro: int | None = None) -> None:
+def poison(executor: StepExecutor, at: int, micro: int | None = None) -> None:
     """Makes the loss of step `at` NaN on this executor's samples (one microbatch); later steps are right."""
     usual = executor.state.loss
 
     def total(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = usual.total(outputs, batch)
-        bad = executor.steps_done == at and (micro is None or batch is executor.state.microbatches[micro])
+        bad = executor.steps_done == at and (
+            micro is None or batch is executor.state.step.microbatches[micro]
+        )
         return found * nan if bad else found
 
     executor.state.loss = replace(usual, total=total)

@@ -92,11 +92,11 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
     roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
     assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
     assert seen == {roles["gradients"]}
-    stepped = engine.executor.flat_params.optimizer_params()
+    stepped = engine.executor.state.flat_params.optimizer_params()
     assert {parameter.dtype for parameter in stepped.values()} == {roles["master"]}
     kept = [
         value
-        for optimizer in engine.executor.optimizers
+        for optimizer in engine.executor.state.optimizers
         for held in optimizer.state.values()
         for value in held.values()
     ]
@@ -222,7 +222,7 @@ def test_unscaled_gradients_come_from_the_executor(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.executor._actions.update.step = lambda engine=engine: found.append(
+        engine.executor.state.update.step = lambda engine=engine: found.append(
             engine.executor.gather_gradients()
         )
         engine.step(token_samples(12))

@@ -15,7 +15,7 @@ from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import Metrics, RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -204,7 +204,7 @@ def test_noise_that_is_known_is_found(
     plan = make_plan(analyzed, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        executor = Executor(
+        executor = StepExecutor(
             plan, RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES)
         )
         averages = [torch.zeros(2, dtype=torch.float64)]

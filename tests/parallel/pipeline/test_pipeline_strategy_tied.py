@@ -170,14 +170,14 @@ def stepped(world: World, plan: Plan) -> Copies:
             engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         shared = {
             name
-            for action in engine.executor.plan.actions
+            for action in engine.executor.state.plan.actions
             if action.kind == "REDUCE_TIED"
             for name in action.tensors
         }
         found: Copies = {}
-        for name, parameter in engine.executor.flat_params.optimizer_params().items():
+        for name, parameter in engine.executor.state.flat_params.optimizer_params().items():
             if name in shared:
-                state = engine.executor.optimizers[0].state[parameter]
+                state = engine.executor.state.optimizers[0].state[parameter]
                 found |= {
                     name: parameter.detach().clone(),
                     **{f"{key} of {name}": each.clone() for key, each in state.items()},

@@ -23,7 +23,6 @@ from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.program import Action
 
@@ -31,10 +30,11 @@ from meshwright.plan.step.program import Action
 class FlatParamStore:
     """The flat parameters of one rank, filled from the values of the model's parameters."""
 
-    def __init__(self, plan: Plan, state: RankState) -> None:
-        self._plan, self._state, self.param_slices = plan, state, ParamSlices(plan, state.world)
+    def __init__(self, state: RankState) -> None:
+        self._state, plan = state, state.plan
+        self.param_slices = ParamSlices(plan, state.world)
         self._by_name: dict[str, FlatParam] = {}  # by weight
-        self.matrix_owners = MatrixOwners(plan, state, self._by_name)
+        self.matrix_owners = MatrixOwners(state, self._by_name)
         self.param_slices.slice_params(state.trained_module)
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
@@ -72,9 +72,7 @@ class FlatParamStore:
                     p.name: nn.Parameter(flat_param.shard_values(p).detach().view(self._optimizer_shape(p)))
                     for p in flat_param.param_shards
                 }
-        self.master_weights = MasterWeights(
-            plan, state, self._by_name.keys() | self.matrix_owners.param_names
-        )
+        self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
         # gradients stay where they are summed
         self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)

@@ -2,20 +2,33 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.runtime.grad_bucket import GradBucket
-from meshwright.engine.runtime.loss_guard import LossSpike
+from meshwright.engine.runtime.loss_guard import LossSpike, SpikeDetector
+from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
-from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.blocks.split_backward import WeightBackward
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
+
+if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
+    from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
+    from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
+    from meshwright.engine.forward_backward.stage_send_recv import StageIO
+    from meshwright.engine.forward_backward.step_rng import StepRNG
+    from meshwright.engine.losses.token_count import TokenCounter
+    from meshwright.engine.optim.make_optimizers import Optimizers
+    from meshwright.engine.optim.optimizer_step import OptimizerUpdate
+    from meshwright.engine.params.flat_param_store import FlatParamStore
 
 
 @dataclass(frozen=True)
@@ -85,48 +98,86 @@ class TrainedModule:
 
 
 @dataclass
+class StepState:
+    """What the current step has produced so far on one rank."""
+
+    number: int = 0  # the global step, from 0
+    microbatches: list[Batch] = field(default_factory=list)  # dummies come last
+    num_real_microbatches: int = 0  # microbatches with samples
+    num_samples: int = 0  # samples in them
+    stop_requested: bool = False  # by this rank
+    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
+    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
+    forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
+    final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
+    # what W still has to compute, by block call and microbatch
+    weight_backwards: dict[tuple[str, int], WeightBackward] = field(default_factory=dict)
+    # squared norms of gradients before they are summed
+    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    # as it travels to other ranks
+    grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    noise_scale: float | None = None
+    spike: LossSpike | None = None
+    overflow: bool = False
+
+    @classmethod
+    def on_device(cls, device: torch.device) -> "StepState":
+        """Returns the state before a step, with numbers that collectives on `device` may sum."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(loss_sum=zero, grad_norm_tensor=zero.new_zeros(1))
+
+    def free(self) -> None:
+        """Frees samples and activations; the numbers stay."""
+        self.microbatches = []
+        self.forward_passes.clear()
+        self.final_glue.clear()
+        self.weight_backwards.clear()
+        self.local_sqnorms.clear()
+
+
+@dataclass
 class RankState:
-    """One rank: its model, its place in the world, and what the current step has produced so far."""
+    """One rank: its model, its place in the world, the parts of the engine that work on it, and its step.
+
+    A caller gives the first fields; `StepExecutor` adds the others, in this order. `plan` is the plan as this
+    rank sees it. `loss` is what a step computes, which may be a part of the loss that the caller gave.
+    """
 
     trained_module: TrainedModule
     world: World
     loss: Loss
-    microbatches: list[Batch] = field(default_factory=list)
-    num_real_microbatches: int = 0  # microbatches with samples; the others are dummies
-    num_samples: int = 0  # samples in them
-    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
-    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    step_totals: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
-    forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
-    final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
+    works: dict[str, Work] = field(default_factory=dict)  # the collectives that are under way, by action
     buckets: dict[str, GradBucket] = field(default_factory=dict)
-    works: dict[str, Work] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
     current_action: str = ""  # the ledger name of collectives inside a block
-    # squared norms of gradients before they are summed
-    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
-    noise_scale: float | None = None
-    # as it travels to other ranks
-    grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    step: StepState = field(init=False)
+    plan: Plan = field(init=False)
+    flat_params: "FlatParamStore" = field(init=False)
+    optimizers: "Optimizers" = field(init=False)
+    collectives: "BlockCollectives" = field(init=False)
+    patches: ModulePatches = field(init=False)
+    sequence_runner: "FullSequenceRunner" = field(init=False)
+    driver: ForwardDriver = field(init=False)
+    stage_io: "StageIO | None" = field(init=False)
+    step_rng: "StepRNG" = field(init=False)
+    token_counter: "TokenCounter" = field(init=False)
+    update: "OptimizerUpdate" = field(init=False)
+    spike_detector: SpikeDetector | None = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("loss_sum", "step_totals", "grad_norm_tensor"):
-            setattr(self, name, vars(self)[name].to(self.world.device))
+        self.step = StepState.on_device(self.world.device)
 
-    def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
-        """Clears the last step, which may have failed, and sets the microbatches; dummies come last."""
-        self.clear_step()
-        self.microbatches, self.num_real_microbatches = microbatches, num_real_microbatches
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-
-    def clear_step(self) -> None:
-        """Frees the samples, activations and messages of a step; `step_totals` and `loss_sum` stay."""
-        self.microbatches = []
-        self.forward_passes.clear()
-        self.final_glue.clear()
+    def begin_step(self, number: int) -> None:
+        """Begins step `number`, whatever the last one, which may have failed, has left."""
         self.works.clear()
-        self.local_sqnorms.clear()
+        self.step = StepState.on_device(self.world.device)
+        self.step.number = number
+
+    def end_step(self) -> None:
+        """Frees the samples, activations and messages of the step; its numbers stay."""
+        self.works.clear()
+        self.step.free()
 
     def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
         """Starts the collective of `action.transfer`, if it has one, on `tensor`.
