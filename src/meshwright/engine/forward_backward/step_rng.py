@@ -101,13 +101,11 @@ class StepRNG:
             yield
 
     def _samples(self, microbatch: int) -> torch.Tensor:
-        plan, num_samples = (
-            self._state.plan,
-            len(next(iter(self._state.step.microbatches[microbatch].values()))),
-        )
-        first = plan.microbatch_starts(plan.data_index(self._state.world.rank))[microbatch]
-        cursor = self._state.step.number * plan.job.train.batch + first
-        return torch.arange(cursor, cursor + num_samples, device=self._state.world.device)
+        plan, step, world = self._state.plan, self._state.step, self._state.world
+        num_samples = len(next(iter(step.microbatches[microbatch].values())))
+        first = plan.microbatch_starts(plan.data_index(world.rank))[microbatch]
+        cursor = step.number * plan.job.train.batch + first
+        return torch.arange(cursor, cursor + num_samples, device=world.device)
 
 
 def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[DrawSharding, ...]]:
