@@ -11,7 +11,7 @@ stored.
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
@@ -33,13 +33,19 @@ StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
 
 
+Handler = Callable[[Action], None]
+HandlerWrapper = Callable[[Handler], Handler]
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The parts of the engine that strategies may use on a running rank, made for its own plan.
 
-    `params` gathers and reduces flat parameters; `collectives` are those inside blocks; `patches` replace and
-    wrap forwards of modules; `sequence_runner` takes the attention and the convolutions of a strategy that
-    shards the sequence.
+    `state` knows the operand of each action (`state.operand(action)`: the tensors that its collective reads
+    and writes), starts the collective that the plan states (`state.start_collective(action)`), and takes the
+    work of any other that a strategy starts in its place (`state.issue(action, work)`). `params` are the flat
+    parameters; `collectives` are those inside blocks; `patches` replace and wrap forwards of modules;
+    `sequence_runner` takes the attention and the convolutions of a strategy that shards the sequence.
     """
 
     plan: "Plan"
@@ -48,9 +54,14 @@ class Runtime:
     collectives: "BlockCollectives"
     patches: "ModulePatches"
     sequence_runner: "FullSequenceRunner"
+    wrappers: list[tuple[str, HandlerWrapper]] = field(default_factory=list)
 
+    def wrap(self, kind: str, wrapper: HandlerWrapper) -> None:
+        """Makes `wrapper(handler)` the handler of `kind`, where `handler` is what it has been so far.
 
-Handler = Callable[[Action], None]
+        Strategies wrap in the order of their phases: that of the last phase sees an action first.
+        """
+        self.wrappers.append((kind, wrapper))
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,9 @@ class Strategy(ABC):
         return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        """Returns the handlers for the kinds of action that this technique introduces."""
+        """Returns the handlers for the kinds of action that this technique introduces; wraps those of other
+        kinds that it changes (`runtime.wrap`).
+        """
         return {}
 
     def tolerance(self, sharding: ShardingPlan) -> float:

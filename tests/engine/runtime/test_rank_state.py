@@ -10,6 +10,7 @@ from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.step.program import Action
 
 
 def state_of(parameters: dict[str, nn.Parameter]) -> RankState:
@@ -25,11 +26,12 @@ def test_trainable_parameters_are_those_that_require_gradients():
 def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradient():
     state = state_of({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))})
     state.buckets["0"] = GradBucket({"a": state.trained_module.parameters["a"]}, torch.float32)
-    assert state.action_tensor("0") is state.buckets["0"].buffer
-    assert state.action_tensor("b").tolist() == [0.0] * 3
-    assert state.action_tensor("b") is state.trained_module.parameters["b"].grad
+    assert state.operand(Action("REDUCE", "0")).output is state.buckets["0"].buffer
+    found = state.operand(Action("REDUCE", "b"))
+    assert found.output.tolist() == [0.0] * 3
+    assert found.input is found.output is state.trained_module.parameters["b"].grad
     state.trained_module.parameters["a"].grad = torch.ones(2)
-    assert state.action_tensor("a") is state.trained_module.parameters["a"].grad
+    assert state.operand(Action("REDUCE", "a")).output is state.trained_module.parameters["a"].grad
 
 
 def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_numbers():

@@ -254,14 +254,15 @@ class StageIO:
             tensor = local_slice
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=True)
-            self._state.works[action.name] = work = group.send(tensor, target=peer, action=action.name)
+            work = group.send(tensor, target=peer, action=action.name)
+            self._state.issue(action, work)
             if action.kind == "SEND":
                 self._by_microbatch[microbatch].sends.setdefault(stage_value.name, []).append(work)
 
     def _receive(self, action: Action, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=False)
-            self._state.works[action.name] = group.recv(tensor, source=peer, action=action.name)
+            self._state.issue(action, group.recv(tensor, source=peer, action=action.name))
         return tensor
 
     def _concat(
@@ -274,7 +275,7 @@ class StageIO:
     ) -> torch.Tensor:
         group, shape = self._state.world.group(transfer.axes), self._shape(stage_value, microbatch)
         gathered = value_slice.new_empty(group.size * len(value_slice))
-        self._state.works[action.name] = group.all_gather(gathered, value_slice, action=action.name)
+        self._state.issue(action, group.all_gather(gathered, value_slice, action=action.name))
         return gathered[: prod(shape)].view(shape)
 
     def _forward_graph(self, microbatch: int) -> ForwardGraph:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.runtime.rank_state import RankState
+from meshwright.engine.runtime.rank_state import Operand, RankState
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
@@ -98,7 +98,7 @@ class GlobalBatchLoss:
             work = group.all_gather(output, send_bytes, action=action.name)
         else:
             work = group.gather(output, send_bytes, action=action.name)
-        self._state.works[action.name] = work
+        self._state.issue(action, work)
 
     def scatter(self, action: Action) -> None:
         """Receives this rank's samples from index 0.
@@ -127,12 +127,9 @@ class GlobalBatchLoss:
             state.step.grad_norm_tensor = torch.tensor(
                 [state.step.grad_norm], dtype=torch.float64, device=state.world.device
             )
-        self._state.start_collective(
-            action,
-            state.step.grad_norm_tensor
-            if action.subject == GRAD_NORM
-            else state.trained_module.parameters[action.subject],
-        )
+        is_norm = action.subject == GRAD_NORM
+        tensor = state.step.grad_norm_tensor if is_norm else state.trained_module.parameters[action.subject]
+        state.start_collective(action, Operand.in_place(tensor))
 
     def loss_sum(self, outputs: Any) -> torch.Tensor | None:
         """Returns the loss of all samples; None where it is not computed, or there are no samples.

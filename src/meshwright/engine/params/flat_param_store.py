@@ -21,7 +21,7 @@ from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.rank_state import RankState
+from meshwright.engine.runtime.rank_state import Operand, RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.program import Action
@@ -148,13 +148,6 @@ class FlatParamStore:
         if not flat_param.is_sharded:
             flat_param.views[name].copy_(values)
 
-    def unshard(self, action: Action) -> None:
-        """Starts the all-gather of a parameter group from its shards."""
-        flat_param = self._by_name[action.tensors[0]]
-        self._state.works[action.name] = flat_param.group.all_gather(
-            flat_param.full_tensor, flat_param.shard, action=action.name
-        )
-
     def pack(self, action: Action) -> bool:
         """Packs the gradients of a group into a flat buffer; returns False if the group is not flattened."""
         flat_param = self._by_name.get(action.tensors[0])
@@ -179,20 +172,22 @@ class FlatParamStore:
             self._set_gradient(flat_param, flat[flat_param.shard_slice])
         return True
 
-    def reduce(self, action: Action) -> None:
-        """Starts the reduce-scatter of packed gradients, or the all-reduce of shards over replicas."""
-        flat_param, move = self._by_name[action.tensors[0]], action.transfer
-        if move is None:
-            return
-        group = self._state.world.group(move.axes)
-        if move.collective == "all_reduce":
-            work = group.all_reduce(self._gradient(flat_param), action=action.name)
-        else:
-            flat = self._packed_buffer(action)
-            direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
-            output = self._gradient(flat_param) if direct else flat[flat_param.shard_slice]
-            work = group.reduce_scatter(output, flat, action=action.name)
-        self._state.works[action.name] = work
+    def operand(self, action: Action) -> Operand:
+        """Returns what an action on a parameter group moves.
+
+        Its shard into the full tensor (all-gather), its packed gradients into their shard (reduce-scatter),
+        or the shard of its gradients, over replicas.
+        """
+        flat_param, transfer = self._by_name[action.tensors[0]], action.transfer
+        match "" if transfer is None else transfer.collective:
+            case "all_gather":
+                return Operand(flat_param.shard, flat_param.full_tensor)
+            case "reduce_scatter":
+                flat = self._packed_buffer(action)
+                direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
+                return Operand(flat, self._gradient(flat_param) if direct else flat[flat_param.shard_slice])
+            case _:
+                return Operand.in_place(self._gradient(flat_param))
 
     def accumulate(self, action: Action) -> None:
         """Adds the reduced shard of one microbatch to the sum of those before it."""

@@ -1,6 +1,6 @@
 """The mutable state of one rank in a step, the module that it trains, and the metrics of the step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,19 @@ class TrainedModule:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
+@dataclass(frozen=True)
+class Operand:
+    """The tensors that a collective reads and writes: one and the same where it works in place."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+    @classmethod
+    def in_place(cls, tensor: torch.Tensor) -> "Operand":
+        """Returns the operand of a collective that replaces `tensor` by its result."""
+        return cls(tensor, tensor)
+
+
 @dataclass
 class StepState:
     """What the current step has produced so far on one rank."""
@@ -179,38 +192,45 @@ class RankState:
         self.works.clear()
         self.step.free()
 
-    def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
-        """Starts the collective of `action.transfer`, if it has one, on `tensor`.
+    def operand(self, action: Action) -> Operand:
+        """Returns the tensors that the collective of `action` reads and writes.
 
-        By default on the flat tensor of `action.subject`.
+        The shard and the full tensor of a flat parameter, its packed gradients and their shard, a bucket, one
+        parameter's gradient, or the range of a bucket in which the gradients of `action.tensors` lie.
         """
-        if action.transfer is None:
+        if action.tensors and self.flat_params.is_flattened(action.tensors[0]):
+            return self.flat_params.operand(action)
+        if action.subject in self.buckets:
+            return Operand.in_place(self.buckets[action.subject].buffer)
+        parameter = self.trained_module.parameters.get(action.subject)
+        if parameter is None:
+            first = action.tensors[0]
+            bucket = next(bucket for bucket in self.buckets.values() if first in bucket.views)
+            return Operand.in_place(bucket.flat_gradients(action.tensors))
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return Operand.in_place(parameter.grad)
+
+    def start_collective(self, action: Action, operand: Operand | None = None) -> None:
+        """Starts the collective of `action.transfer`, if it has one, on its operand, or on `operand`."""
+        transfer = action.transfer
+        if transfer is None:
             return
-        tensor = self.action_tensor(action.subject) if tensor is None else tensor
-        group = self.world.group(action.transfer.axes, action.transfer.member_indices)
-        match action.transfer.collective:
+        operand = self.operand(action) if operand is None else operand
+        group, tensor = self.world.group(transfer.axes, transfer.member_indices), operand.output
+        match transfer.collective:
             case "broadcast":
                 work = group.broadcast(tensor, action=action.name)
             case "reduce":
                 work = group.reduce(tensor, action=action.name)
+            case "all_gather":
+                work = group.all_gather(tensor, operand.input, action=action.name)
+            case "reduce_scatter":
+                work = group.reduce_scatter(tensor, operand.input, action=action.name)
             case _:
-                work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
+                work = group.all_reduce(tensor, action=action.name, algorithm=transfer.algorithm)
+        self.issue(action, work)
+
+    def issue(self, action: Action, work: Work) -> None:
+        """Records `work` as what `action` has started: actions that wait for the action wait for it."""
         self.works[action.name] = work
-
-    def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the range of a bucket in which the gradients of `names` lie."""
-        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(
-            names
-        )
-
-    def action_tensor(self, subject: str) -> torch.Tensor:
-        """Returns the flat tensor that an action on `subject` moves.
-
-        A bucket, or one parameter's gradient.
-        """
-        if subject in self.buckets:
-            return self.buckets[subject].buffer
-        parameter = self.trained_module.parameters[subject]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad

@@ -11,7 +11,7 @@ from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
-from meshwright.engine.runtime.rank_state import Metrics, RankState
+from meshwright.engine.runtime.rank_state import Metrics, Operand, RankState
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
 from meshwright.plan.step.program import Action
@@ -33,11 +33,13 @@ class ActionHandlers:
             "LOSS": self.compute_loss,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
-            "LOSS_SUM": self.reduce_loss,
+            "LOSS_SUM": lambda action: state.start_collective(action, Operand.in_place(state.step.loss_sum)),
             "LOCAL_NORM": self.compute_local_norm,
-            "GLOBAL_NORM": lambda action: state.start_collective(action, state.flat_params.grad_sqnorm),
+            "GLOBAL_NORM": lambda action: state.start_collective(
+                action, Operand.in_place(state.flat_params.grad_sqnorm)
+            ),
             "WAIT": lambda action: None,  # its waits are all it does
-            "REDUCE_TIED": self.reduce_tied,
+            "REDUCE_TIED": state.start_collective,
             "CLIP": self.clip,
             "STEP": self.step,
         }
@@ -123,21 +125,6 @@ class ActionHandlers:
             bucket = GradBucket(parameters, getattr(torch, state.plan.job.precision.reduce))
             state.buckets[bucket_action.subject] = bucket
         bucket.pack(action.tensors)
-
-    def reduce_tied(self, action: Action) -> None:
-        """Starts the sum of a group's gradients over the ranks that use it.
-
-        Of a flat parameter, this rank's shard.
-        """
-        flat_param = self._state.flat_params.by_param_group.get(action.subject)
-        gradient = None if flat_param is None else flat_param.gradient
-        self._state.start_collective(
-            action, self._state.packed_gradients(action.tensors) if gradient is None else gradient
-        )
-
-    def reduce_loss(self, action: Action) -> None:
-        """Starts the sum of the loss over the ranks."""
-        self._state.start_collective(action, self._state.step.loss_sum)
 
     def compute_local_norm(self, action: Action) -> None:
         """Computes the squared norm of this rank's gradients.

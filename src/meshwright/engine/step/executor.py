@@ -118,7 +118,9 @@ class StepExecutor:
         runtime = Runtime(
             plan, state, state.flat_params, state.collectives, state.patches, state.sequence_runner
         )
-        bound = [strategy.bind(runtime) for strategy in plan.strategies]
+        bound: dict[str, Handler] = {}
+        for strategy in plan.strategies:
+            bound |= strategy.bind(runtime)
         state.patches.apply_wrappers()
         in_place = plan.sharding.model_spec.writes_in_place
         blocks = state.trained_module.blocks
@@ -133,7 +135,7 @@ class StepExecutor:
         self._pipelined_forward = PipelinedForward(state)
         self._actions = ActionHandlers(state)
         self._gradient_noise = GradientNoiseScale(state)
-        self._entries = self._resolve(plan.actions, self._handlers(bound, extra_handlers or {}))
+        self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
         first_calls = plan.sharding.model_spec.block_calls[:1]
@@ -143,17 +145,24 @@ class StepExecutor:
 
     def _handlers(
         self,
-        bound: Iterable[Mapping[str, Handler]],
+        bound: Mapping[str, Handler],
+        runtime: Runtime,
         extra_handlers: Mapping[str, Callable[[Action, RankState], None]],
     ) -> dict[str, Handler]:
-        """Returns the handlers of all kinds; strategies and callers may replace those of the engine."""
+        """Returns the handlers of all kinds: the engine's, those of strategies (`bound`) with what strategies
+        have wrapped around any of them, and those of a caller.
+        """
         state = self.state
         handlers = self._actions.handlers | BackwardHandlers(state).handlers | self._gradient_noise.handlers
         handlers |= {} if state.stage_io is None else state.stage_io.handlers
         handlers |= state.flat_params.matrix_owners.handlers
         handlers |= state.flat_params.master_weights.weight_stash.handlers
-        for of_strategy in bound:
-            handlers |= of_strategy
+        handlers |= bound
+        for kind, wrapper in runtime.wrappers:
+            if kind not in handlers:
+                fix = "wrap a kind that the engine or another strategy of the plan has a handler for"
+                raise PlanError(f"a strategy wraps {kind}, and nothing handles it", fix=fix, location="bind")
+            handlers[kind] = wrapper(handlers[kind])
         return handlers | {kind: self._with_state(handler) for kind, handler in extra_handlers.items()}
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
