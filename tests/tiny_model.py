@@ -24,6 +24,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.plan.strategy_state import StateSpec
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
@@ -155,6 +156,11 @@ def first_of(verdict: Verdict) -> tuple[int, str, str, str]:
 def edited(plan: Plan, change: Callable[[list[Action]], list[Action]]) -> Plan:
     """`plan` with another list, as a faulty strategy would leave it."""
     return replace(plan, program=plan.program.edit(change))
+
+
+def tensors_of(specs: Iterable[StateSpec]) -> dict[str, torch.Tensor]:
+    """The tensors of a technique before the first step, by key."""
+    return {spec.key: torch.full(spec.shape, spec.fill, dtype=getattr(torch, spec.dtype)) for spec in specs}
 
 
 def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> StepExecutor:

@@ -113,6 +113,7 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
             "parameters": states.parameters,
             "master": states.master,
             "optimizer_states": states.optimizer_states,
+            "strategy_states": states.strategy_states,
         },
     )
     return fullest

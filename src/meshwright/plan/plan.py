@@ -34,6 +34,7 @@ from meshwright.plan.strategy_compatibility import (
     strategy_choice_diagnostics,
 )
 from meshwright.plan.strategy_interface import Strategy, sort_by_phase
+from meshwright.plan.strategy_state import StateSpec, job_states, owner_names, state_diagnostics
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,20 @@ class Plan:
         largest number.
         """
         return sum(strategy.tolerance(self.sharding) for strategy in self.strategies)
+
+    @property
+    def states(self) -> dict[str, tuple[StateSpec, ...]]:
+        """The tensors that this plan's rank keeps from step to step, by the technique that keeps them.
+
+        Raises PlanError for a tensor of a parameter or a dtype that is unknown.
+        """
+        found = dict(job_states(self.job))
+        names = owner_names(strategy.name for strategy in self.strategies)
+        for name, strategy in zip(names, self.strategies, strict=True):
+            specs = tuple(strategy.states(self.sharding, self.job))
+            raise_diagnostics(state_diagnostics(name, specs, self.sharding))
+            found |= {name: specs} if specs else {}
+        return found
 
     def data_index(self, rank: int) -> int:
         """Returns the index of `rank` among the `num_data` parts of the batch."""

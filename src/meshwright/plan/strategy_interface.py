@@ -20,8 +20,11 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import StageCalls
+from meshwright.plan.strategy_state import StateSpec
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
+    import torch
+
     from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
     from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
     from meshwright.engine.params.flat_param_store import FlatParamStore
@@ -46,6 +49,7 @@ class Runtime:
     work of any other that a strategy starts in its place (`state.issue(action, work)`). `params` are the flat
     parameters; `collectives` are those inside blocks; `patches` replace and wrap forwards of modules;
     `sequence_runner` takes the attention and the convolutions of a strategy that shards the sequence.
+    `tensors` are those that the strategy has declared (`Strategy.states`), by key: "residual/head.weight".
     """
 
     plan: "Plan"
@@ -54,6 +58,7 @@ class Runtime:
     collectives: "BlockCollectives"
     patches: "ModulePatches"
     sequence_runner: "FullSequenceRunner"
+    tensors: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     wrappers: list[tuple[str, HandlerWrapper]] = field(default_factory=list)
 
     def wrap(self, kind: str, wrapper: HandlerWrapper) -> None:
@@ -103,6 +108,10 @@ class Strategy(ABC):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         """Returns `program` with the actions that this technique adds, removes or moves."""
         return program
+
+    def states(self, sharding: ShardingPlan, job: Job) -> Iterable[StateSpec]:
+        """Returns the tensors that this technique keeps from step to step, on the rank of `sharding`."""
+        return ()
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         """Returns the handlers for the kinds of action that this technique introduces; wraps those of other

@@ -17,9 +17,10 @@ from meshwright.engine.runtime.mixed_precision import (
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
+from meshwright.plan.strategy_state import loss_scale_states
 from meshwright.run.training.trainer import Trainer
 from tests.engine.one_device import bits, job_of
-from tests.tiny_model import analyzed_model, token_samples
+from tests.tiny_model import analyzed_model, tensors_of, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
@@ -267,7 +268,8 @@ def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
 
 
 def test_gradients_that_overflow_at_no_scale_end_the_run():
-    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0))
+    precision = PrecisionConfig(compute="float16", loss_scale=2.0)
+    scale = LossScale(precision, tensors_of(loss_scale_states(precision)))
     assert scale.update_on_overflow(inf, 1)
     with pytest.raises(
         PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""

@@ -27,7 +27,9 @@ class OptimizerUpdate:
         self._state, self._is_user_made = state, is_user_made
         self._store, self._optimizers, plan = state.flat_params, state.optimizers, state.plan
         precision = plan.job.precision.effective
-        self.loss_scale = LossScale(precision) if precision.scales_loss else None
+        self.loss_scale: LossScale | None = None
+        if precision.scales_loss:
+            self.loss_scale = LossScale(precision, state.strategy_tensors.of("loss_scale"))
         self._optimizer_params = self._store.optimizer_params()
         self._casts = precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters

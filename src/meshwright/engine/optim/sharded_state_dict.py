@@ -2,7 +2,8 @@
 
     model/layers.0.weight              a full tensor, or elements 4096 to 8192 of it
     optimizer/exp_avg/layers.0.weight  an optimizer state, likewise
-    buffer/..., guard/..., noise/...   the same on every rank
+    buffer/...                         the same on every rank
+    state/...                          what techniques keep (step/strategy_tensors.py)
 
 A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
 and every rank of another plan finds in it what it holds.

@@ -189,6 +189,19 @@ class FlatParamStore:
             case _:
                 return Operand.in_place(self._gradient(flat_param))
 
+    def views_by_param(self, name: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the places of the parameters of the group of `name` in `flat`.
+
+        A tensor laid out like the full tensor of the group, or like this rank's shard.
+        """
+        flat_param = self._by_name[name]
+        if flat.numel() == flat_param.spec.numel:
+            return {each: flat[start : start + numel] for each, numel, start in flat_param.spec.params}
+        return {
+            each.name: flat[each.shard_offset : each.shard_offset + each.numel]
+            for each in flat_param.param_shards
+        }
+
     def accumulate(self, action: Action) -> None:
         """Adds the reduced shard of one microbatch to the sum of those before it."""
         flat_param = self._by_name[action.tensors[0]]

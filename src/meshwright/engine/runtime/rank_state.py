@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.optim.make_optimizers import Optimizers
     from meshwright.engine.optim.optimizer_step import OptimizerUpdate
     from meshwright.engine.params.flat_param_store import FlatParamStore
+    from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ class RankState:
     optimizers: "Optimizers" = field(init=False)
     collectives: "BlockCollectives" = field(init=False)
     patches: ModulePatches = field(init=False)
+    strategy_tensors: "StrategyTensors" = field(init=False)
     sequence_runner: "FullSequenceRunner" = field(init=False)
     driver: ForwardDriver = field(init=False)
     stage_io: "StageIO | None" = field(init=False)
@@ -210,6 +212,17 @@ class RankState:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return Operand.in_place(parameter.grad)
+
+    def operand_by_param(self, action: Action) -> dict[str, torch.Tensor]:
+        """Returns flat views of what the collective of `action` reads, by parameter; padding is left out."""
+        flat, found, start = self.operand(action).input.view(-1), dict[str, torch.Tensor](), 0
+        if self.flat_params.is_flattened(action.tensors[0]):
+            return self.flat_params.views_by_param(action.tensors[0], flat)
+        for name in action.tensors:
+            numel = self.trained_module.parameters[name].numel()
+            found[name] = flat[start : start + numel]
+            start += numel
+        return found
 
     def start_collective(self, action: Action, operand: Operand | None = None) -> None:
         """Starts the collective of `action.transfer`, if it has one, on its operand, or on `operand`."""

@@ -11,6 +11,7 @@ they introduce, from the parts of a rank that they receive (`plan.strategy_inter
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -65,6 +66,7 @@ from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
+from meshwright.engine.step.strategy_tensors import StrategyTensors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
@@ -73,6 +75,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Handler, Runtime
+from meshwright.plan.strategy_state import owner_names
 
 HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step makes the optimizer states
 
@@ -114,13 +117,15 @@ class StepExecutor:
         state.patches = ModulePatches(state.trained_module.module)
         state.sequence_runner = make_sequence_runner(state)
         self._chunked_loss = ChunkedLossRuntime(state)
+        state.strategy_tensors = StrategyTensors(state)
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
         runtime = Runtime(
             plan, state, state.flat_params, state.collectives, state.patches, state.sequence_runner
         )
         bound: dict[str, Handler] = {}
-        for strategy in plan.strategies:
-            bound |= strategy.bind(runtime)
+        owners = owner_names(strategy.name for strategy in plan.strategies)
+        for owner, strategy in zip(owners, plan.strategies, strict=True):
+            bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
         state.patches.apply_wrappers()
         in_place = plan.sharding.model_spec.writes_in_place
         blocks = state.trained_module.blocks
@@ -131,7 +136,9 @@ class StepExecutor:
         state.step_rng = StepRNG(state, stateless_rng)
         state.token_counter = TokenCounter(state)
         state.update = OptimizerUpdate(state, is_user_made=optimizer is not None)
-        state.spike_detector = None if plan.job.guard.action == "off" else SpikeDetector(plan.job.guard)
+        state.spike_detector = None
+        if plan.job.guard.action != "off":
+            state.spike_detector = SpikeDetector(plan.job.guard, state.strategy_tensors.of("guard"))
         self._pipelined_forward = PipelinedForward(state)
         self._actions = ActionHandlers(state)
         self._gradient_noise = GradientNoiseScale(state)
@@ -224,22 +231,16 @@ class StepExecutor:
             yield
 
     def state_dict(self) -> dict[str, SavedTensor]:
-        """Returns all that must be saved, by full name.
+        """Returns all that must be saved, by full name: parameters, buffers, optimizer states, the state of
+        the learning-rate schedule, and what techniques keep from step to step.
 
-        Parameters, buffers, optimizer states, and lasting state. Lasting state is that of the loss guard, the
-        noise scale and the loss scale. Of sharded tensors this rank returns its shard; of a parameter with a
-        master, the master.
+        Of sharded tensors this rank returns its shard; of a parameter with a master, the master.
         """
-        guard_state = {} if self.state.spike_detector is None else self.state.spike_detector.state_dict()
-        noise = {f"noise/{name}": value for name, value in self._gradient_noise.state_dict().items()}
-        scale = {} if self.state.update.loss_scale is None else self.state.update.loss_scale.state_dict()
-        state = {f"guard/{name}": value for name, value in guard_state.items()} | noise
-        state |= {f"loss_scale/{name}": value for name, value in scale.items()}
-        state |= self.lr_schedule.state_dict()
         local_state = (
             model_state_dict(self.state)
             | optimizer_state_dict(self.state, self._initial_group_numbers)
-            | state
+            | self.state.strategy_tensors.state_dict()
+            | self.lr_schedule.state_dict()
         )
         return filter_stage_state(local_state, self.state.trained_module)
 
@@ -250,12 +251,7 @@ class StepExecutor:
         """
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
-        if self.state.update.loss_scale is not None:
-            self.state.update.loss_scale.load_state_dict(strip_prefix("loss_scale/", state_dict))
-        guard_state = strip_prefix("guard/", state_dict)
-        if guard_state and self.state.spike_detector is not None:
-            self.state.spike_detector.load_state_dict(guard_state)
-        self._gradient_noise.load_state_dict(strip_prefix("noise/", state_dict))
+        self.state.strategy_tensors.load_state_dict(state_dict)
         self.lr_schedule.load_state_dict(state_dict)
         self.steps_done = steps_done
 

@@ -38,7 +38,6 @@ Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from math import isfinite
 
 import torch
@@ -61,7 +60,6 @@ class GradientNoiseScale:
             "NOISE_SCALE": self.update_noise_scale,
         }
         self._state, plan = state, state.plan
-        self._is_measured = plan.job.train.noise_scale
         # microbatches in a gradient that is measured once
         self._num_parts = plan.num_microbatches if plan.num_data > 1 else 1
         self._microbatch_by_action = {
@@ -82,7 +80,8 @@ class GradientNoiseScale:
         # other model-parallel ranks have the same
         self._reports_weights = not any(coordinate[axis] for axis in plan.sharding.model_parallel_axes)
         self._message = torch.zeros(3, dtype=torch.float64)
-        self._averages = torch.zeros(2, dtype=torch.float64)
+        tensors = state.strategy_tensors.of("noise_scale") if plan.job.train.noise_scale else {}
+        self._averages = tensors.get("averages", torch.zeros(2, dtype=torch.float64))
 
     def compute_grad_sqnorm(self, action: Action) -> None:
         """Computes the squared norm of the gradients of `action.tensors` on this rank alone."""
@@ -138,22 +137,9 @@ class GradientNoiseScale:
                 num_samples,
             )
             if estimate_pair is not None:
-                self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(
-                    estimate_pair, dtype=torch.float64
-                )
+                estimate = torch.tensor(estimate_pair, dtype=torch.float64)
+                self._averages.copy_(AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * estimate)
         self._state.step.noise_scale = simple_noise_scale(*self._averages.tolist())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the averages of |G|^2 and S, as (2,) in float64; empty where they are not measured."""
-        return {"averages": self._averages} if self._is_measured else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` returned; an empty dict resets the averages."""
-        self._averages = (
-            state_dict["averages"].cpu().clone()
-            if "averages" in state_dict
-            else torch.zeros_like(self._averages)
-        )
 
 
 def estimate_signal_and_noise(

@@ -6,7 +6,8 @@ from meshwright.engine.runtime.rank_state import RankState
 
 
 def memory_by_category(state: RankState) -> dict[str, int]:
-    """Returns bytes by category: parameters, gradients, optimizer_states, buckets, and master if any.
+    """Returns bytes by category: parameters, gradients, optimizer_states, buckets; master and strategy_states
+    if any.
 
     A gradient that is a view of a bucket counts there. Gradients exist from a backward to the optimizer's
     step. Buckets include all buffers for messages.
@@ -27,10 +28,18 @@ def memory_by_category(state: RankState) -> dict[str, int]:
     state_tensors = [
         value for param_state in states for value in param_state.values() if isinstance(value, torch.Tensor)
     ]
+    nbytes = state.strategy_tensors.nbytes
+    kept = {"strategy_states": nbytes} if nbytes else {}
     masters = {"master": sharded["master"]} if sharded["master"] else {}
-    return masters | {
-        "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
-        "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
-        "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
-        "buckets": sum(bucket.buffer.nbytes for bucket in buckets) + sharded["buffers"] + state.update.nbytes,
-    }
+    return (
+        masters
+        | kept
+        | {
+            "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
+            "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
+            "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
+            "buckets": sum(bucket.buffer.nbytes for bucket in buckets)
+            + sharded["buffers"]
+            + state.update.nbytes,
+        }
+    )
