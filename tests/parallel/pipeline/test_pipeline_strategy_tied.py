@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.rank_state import Operand, RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -249,7 +249,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     start = RankState.start_collective
 
-    def forget(state: RankState, action: Action, *given: Operand) -> None:
+    def forget(state: RankState, action: Action, *given: torch.Tensor) -> None:
         if action.kind == "REDUCE_TIED":
             state.issue(action, CompletedWork())
         else:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.runtime.rank_state import Operand, RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
@@ -129,7 +129,7 @@ class GlobalBatchLoss:
             )
         is_norm = action.subject == GRAD_NORM
         tensor = state.step.grad_norm_tensor if is_norm else state.trained_module.parameters[action.subject]
-        state.start_collective(action, Operand.in_place(tensor))
+        state.start_collective(action, tensor)
 
     def loss_sum(self, outputs: Any) -> torch.Tensor | None:
         """Returns the loss of all samples; None where it is not computed, or there are no samples.

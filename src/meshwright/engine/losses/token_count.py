@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.engine.runtime.rank_state import Operand, RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import stepped_microbatches
 
@@ -62,7 +62,7 @@ class TokenCounter:
             )
             self._message = torch.tensor(header, dtype=torch.float64, device=state.world.device)
             self._totals = None  # known once the sum over ranks has arrived
-            state.start_collective(action, Operand.in_place(self._message))
+            state.start_collective(action, self._message)
 
     def totals(self) -> Sequence[float]:
         """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended."""

@@ -224,24 +224,27 @@ class RankState:
             start += numel
         return found
 
-    def start_collective(self, action: Action, operand: Operand | None = None) -> None:
-        """Starts the collective of `action.transfer`, if it has one, on its operand, or on `operand`."""
+    def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
+        """Starts the collective of `action.transfer`, if it has one, on the action's operand.
+
+        With `tensor`, on that one, in place.
+        """
         transfer = action.transfer
         if transfer is None:
             return
-        operand = self.operand(action) if operand is None else operand
-        group, tensor = self.world.group(transfer.axes, transfer.member_indices), operand.output
+        operand = self.operand(action) if tensor is None else Operand(tensor, tensor)
+        group, output = self.world.group(transfer.axes, transfer.member_indices), operand.output
         match transfer.collective:
             case "broadcast":
-                work = group.broadcast(tensor, action=action.name)
+                work = group.broadcast(output, action=action.name)
             case "reduce":
-                work = group.reduce(tensor, action=action.name)
+                work = group.reduce(output, action=action.name)
             case "all_gather":
-                work = group.all_gather(tensor, operand.input, action=action.name)
+                work = group.all_gather(output, operand.input, action=action.name)
             case "reduce_scatter":
-                work = group.reduce_scatter(tensor, operand.input, action=action.name)
+                work = group.reduce_scatter(output, operand.input, action=action.name)
             case _:
-                work = group.all_reduce(tensor, action=action.name, algorithm=transfer.algorithm)
+                work = group.all_reduce(output, action=action.name, algorithm=transfer.algorithm)
         self.issue(action, work)
 
     def issue(self, action: Action, work: Work) -> None:

@@ -11,7 +11,7 @@ from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
-from meshwright.engine.runtime.rank_state import Metrics, Operand, RankState
+from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
 from meshwright.plan.step.program import Action
@@ -33,11 +33,9 @@ class ActionHandlers:
             "LOSS": self.compute_loss,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
-            "LOSS_SUM": lambda action: state.start_collective(action, Operand.in_place(state.step.loss_sum)),
+            "LOSS_SUM": lambda action: state.start_collective(action, state.step.loss_sum),
             "LOCAL_NORM": self.compute_local_norm,
-            "GLOBAL_NORM": lambda action: state.start_collective(
-                action, Operand.in_place(state.flat_params.grad_sqnorm)
-            ),
+            "GLOBAL_NORM": lambda action: state.start_collective(action, state.flat_params.grad_sqnorm),
             "WAIT": lambda action: None,  # its waits are all it does
             "REDUCE_TIED": state.start_collective,
             "CLIP": self.clip,

@@ -43,7 +43,7 @@ from math import isfinite
 import torch
 
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.rank_state import Operand, RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
@@ -123,7 +123,7 @@ class GradientNoiseScale:
         self._message = torch.cat(
             [total.view(1), torch.tensor(sums, dtype=torch.float64, device=total.device)]
         )
-        self._state.start_collective(action, Operand.in_place(self._message))
+        self._state.start_collective(action, self._message)
 
     def update_noise_scale(self, action: Action) -> None:
         """Adds this step's estimates of |G|^2 and S to the averages, and stores their ratio."""
