@@ -167,7 +167,7 @@ def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: objec
     """One rank of `plan`, in the dtype of its parameters."""
     subject = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
     return StepExecutor(
-        plan,
+        plan.for_rank(world.rank),
         RankState(subject, world, token_cross_entropy()),
         stateless_rng=make_stateless_rng(analyzed, plan),
         **more,

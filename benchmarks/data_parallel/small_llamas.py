@@ -126,7 +126,7 @@ def make_executor(
     analyzed = analyzed_model(case.model, tied=case.tied)
     module = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
     return StepExecutor(
-        plan,
+        plan.for_rank(world.rank),
         RankState(module, world, token_cross_entropy()),
         stateless_rng=make_stateless_rng(analyzed, plan),
         extra_handlers=extra,

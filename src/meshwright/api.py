@@ -232,7 +232,7 @@ def parallelize(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan
         )
         oom_advisor.executor = StepExecutor(
-            plan,
+            plan.for_rank(world.rank),
             RankState(module, world, loss),
             _as_optimizer_maker(optimizer, model),
             make_stateless_rng(analyzed, plan),

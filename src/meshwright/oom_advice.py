@@ -34,7 +34,6 @@ from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
@@ -106,9 +105,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     """Returns the planned memory of `rank` of `plan` by category, at its peak."""
-    states, mine = state_bytes(plan, rank), Program.from_dict({"": plan.for_rank(rank).actions})
+    states = state_bytes(plan, rank)
     fullest, _ = planned_memory(
-        mine,
+        plan.for_rank(rank).actions,
         {
             "parameters": states.parameters,
             "master": states.master,

@@ -92,7 +92,7 @@ def pair(
     model = copy.deepcopy(subject.module)
     return Pair(
         StepExecutor(
-            plan,
+            plan.for_rank(0),
             RankState(subject, single_rank_world(torch.device("cpu")), loss),
             optimizer,
             make_stateless_rng(analyzed, plan),

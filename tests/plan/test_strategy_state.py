@@ -12,7 +12,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, S
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 from meshwright.plan.strategy_state import StateSpec, local_state_nbytes, owner_names
@@ -33,9 +33,9 @@ class Keeps(Strategy):
     dtype: str = "float32"
     param: str = ""
 
-    def states(self, sharding: ShardingPlan, job: Job) -> Iterable[StateSpec]:
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         layout = Layout().with_placement("dp_replicate", P if self.letter == "P" else S(FLAT))
-        names = [self.param] if self.param else [param.name for param in sharding.model_spec.trainable]
+        names = [self.param] if self.param else [param.name for param in view.model_spec.trainable]
         return [StateSpec("kept", param=name, dtype=self.dtype, layout=layout) for name in names]
 
 
@@ -45,15 +45,13 @@ def test_the_options_of_a_job_keep_numbers_on_the_host():
         guard=LossGuard("skip", window=7),
         precision=PrecisionConfig(compute="float16"),
     )
-    plan = replace(plan_of(ANALYZED, 2, (BatchSplit(), DDP())), job=job)
+    plan = replace(plan_of(ANALYZED, 2, (BatchSplit(), DDP())).for_rank(0), job=job)
     shapes = {f"{owner}/{spec.key}": spec.shape for owner, specs in plan.states.items() for spec in specs}
     assert shapes == {
         **{"loss_scale/value": (), "loss_scale/num_good_steps": ()},
         **{"guard/window": (7, 2), "guard/num_skipped_in_a_row": (), "noise_scale/averages": (2,)},
     }
-    assert all(
-        local_state_nbytes(spec, plan.sharding) == 0 for specs in plan.states.values() for spec in specs
-    )
+    assert all(local_state_nbytes(spec, plan.view) == 0 for specs in plan.states.values() for spec in specs)
 
 
 def test_summands_are_as_large_as_their_parameters_and_shards_as_large_as_a_shard():
@@ -83,7 +81,7 @@ def test_strategies_of_one_name_have_tensors_of_their_own():
     ],
 )
 def test_a_state_that_cannot_be_is_refused(strategy: Keeps, text: str):
-    plan = plan_of(ANALYZED, 2, (BatchSplit(), DDP(), strategy))
+    plan = plan_of(ANALYZED, 2, (BatchSplit(), DDP(), strategy)).for_rank(1)
     assert plan.mesh == Mesh(dp_replicate=2)
     with pytest.raises(PlanError, match=text):
         _ = plan.states

@@ -1,8 +1,8 @@
 """Defines a technique on one axis: a value with two pure functions and one effect.
 
-    place    ShardingPlan -> ShardingPlan    the placements of tensors under this technique
-    rewrite  Program -> Program              the actions it adds, removes or moves
-    bind     Runtime -> handlers             the implementation of new kinds of action
+    place    ShardingPlan -> ShardingPlan       the placements of tensors under this technique, on all ranks
+    rewrite  Program, RankView -> Program       the actions it adds, removes or moves on one rank
+    bind     Runtime -> handlers                the implementation of new kinds of action
 
 Whatever order a user writes, the phases fix the order in which strategies apply: shard, schedule, memory,
 storage, comm. At most one strategy decides the order of the step, and one, per axis, how parameters are
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import StageCalls
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports t
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.runtime.module_patches import ModulePatches
     from meshwright.engine.runtime.rank_state import RankState
-    from meshwright.plan.plan import Plan
+    from meshwright.plan.plan import RankPlan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
@@ -52,7 +53,7 @@ class Runtime:
     `tensors` are those that the strategy has declared (`Strategy.states`), by key: "residual/head.weight".
     """
 
-    plan: "Plan"
+    plan: "RankPlan"
     state: "RankState"
     params: "FlatParamStore"
     collectives: "BlockCollectives"
@@ -99,18 +100,18 @@ class Strategy(ABC):
         """Returns `sharding` with the layouts that this technique changes."""
         return sharding
 
-    def order_stage_calls(
-        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
-    ) -> Sequence[StageCalls]:
+    def order_stage_calls(self, stage_calls: Sequence[StageCalls], view: RankView) -> Sequence[StageCalls]:
         """Returns the order in which a rank goes through its block calls; by default unchanged."""
         return stage_calls
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        """Returns `program` with the actions that this technique adds, removes or moves."""
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        """Returns `program`, of the rank of `view`, with the actions that this technique adds, removes or
+        moves.
+        """
         return program
 
-    def states(self, sharding: ShardingPlan, job: Job) -> Iterable[StateSpec]:
-        """Returns the tensors that this technique keeps from step to step, on the rank of `sharding`."""
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
+        """Returns the tensors that this technique keeps from step to step, on the rank of `view`."""
         return ()
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

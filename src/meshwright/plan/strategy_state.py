@@ -20,7 +20,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, S
 
 STATE_PREFIX = "state/"  # of their names in a checkpoint
@@ -92,38 +92,37 @@ def owner_names(names: Iterable[str]) -> list[str]:
     return found
 
 
-def state_diagnostics(owner: str, specs: Iterable[StateSpec], sharding: ShardingPlan) -> Iterator[Diagnostic]:
+def state_diagnostics(owner: str, specs: Iterable[StateSpec], view: RankView) -> Iterator[Diagnostic]:
     """Yields what is wrong with the tensors that the strategy `owner` declares."""
-    shardings = {each.param.name: each for each in sharding.param_shardings}
+    shardings = {each.param.name: each for each in view.param_shardings}
     for spec in specs:
         where, param_sharding = f"strategies.{owner}", shardings.get(spec.param)
         if spec.dtype not in PARAM_DTYPE_NBYTES:
             fix = f"use one of {', '.join(PARAM_DTYPE_NBYTES)}"
             yield Diagnostic(f"the state '{spec.key}' has the dtype '{spec.dtype}'", fix, where)
         if spec.param and (param_sharding is None or spec.shape):
-            fix = "name a parameter of sharding.model_spec, and give no shape: it is the parameter's"
+            fix = "name a parameter of view.model_spec, and give no shape: it is the parameter's"
             yield Diagnostic(f"the state '{spec.key}' is of no parameter of this rank", fix, where)
         elif spec.is_shard and (param_sharding is None or not param_sharding.flat_shard_axes):
             fix = "use P or I, or a strategy that shards the parameter (zero)"
             yield Diagnostic(f"the state '{spec.key}' is S(flat), and its parameter is not", fix, where)
 
 
-def local_state_nbytes(spec: StateSpec, sharding: ShardingPlan) -> int:
-    """Returns the bytes of `spec` on the device of the rank of `sharding`."""
+def local_state_nbytes(spec: StateSpec, view: RankView) -> int:
+    """Returns the bytes of `spec` on the device of the rank of `view`."""
     if spec.on_host:
         return 0
-    return _local_numel(spec, sharding) * PARAM_DTYPE_NBYTES[spec.dtype]
+    return _local_numel(spec, view) * PARAM_DTYPE_NBYTES[spec.dtype]
 
 
-def _local_numel(spec: StateSpec, sharding: ShardingPlan) -> int:
+def _local_numel(spec: StateSpec, view: RankView) -> int:
     if not spec.param:
         return prod(spec.shape)
     if spec.is_shard:
-        coordinate = dict(sharding.coordinate)
         return sum(
             shard.numel
-            for flat_param in sharding.flat_param_specs().values()
-            for shard in flat_param.param_shards(sharding.mesh.index(coordinate, flat_param.axes))
+            for flat_param in view.flat_param_specs.values()
+            for shard in flat_param.param_shards(view.plan.mesh.index(view.coordinate, flat_param.axes))
             if shard.name == spec.param
         )
-    return sum(each.param.numel for each in sharding.param_shardings if each.param.name == spec.param)
+    return sum(each.param.numel for each in view.param_shardings if each.param.name == spec.param)

@@ -53,7 +53,7 @@ def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
     analyzed = analyze(frozen, sample_range(DATA, 0, 2))
     plan = make_plan(analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
     verdict = verify(analyzed, plan, [DATA] * 2)
-    assert not plan.for_rank(0).sharding.model_spec.trainable
+    assert not plan.for_rank(0).view.model_spec.trainable
     assert verdict.passed, verdict
 
 

@@ -63,7 +63,7 @@ def test_a_stop_request_of_one_rank_reaches_all():
 
     def play(world) -> list[Metrics]:
         subject = make_trained_module(analyzed, world.device, torch.float64)
-        executor = StepExecutor(plan, RankState(subject, world, token_cross_entropy()))
+        executor = StepExecutor(plan.for_rank(world.rank), RankState(subject, world, token_cross_entropy()))
         mine = sample_range(BATCH, 4 * world.rank, 4 * world.rank + 4)
         return [
             executor.step(None if world.rank == 2 else mine, stop=step == world.rank == 1)
@@ -141,7 +141,7 @@ def test_an_action_without_a_handler_is_refused():
         token_cross_entropy(),
     )
     with pytest.raises(PlanError, match=r"^program: no handler for EVICT, FETCH(?s:.*)`bind`"):
-        StepExecutor(strange, state)
+        StepExecutor(strange.for_rank(0), state)
 
 
 class Buffered(Custom):

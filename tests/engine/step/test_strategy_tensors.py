@@ -18,7 +18,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, S
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -42,9 +42,9 @@ class ErrorFeedback(Strategy):
     exact: ClassVar[bool] = False
     axis: str = "dp_replicate"
 
-    def states(self, sharding: ShardingPlan, job: Job) -> Iterable[StateSpec]:
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         layout = Layout().with_placement(self.axis, P)
-        for param in sharding.model_spec.trainable:
+        for param in view.model_spec.trainable:
             yield StateSpec("residual", param=param.name, dtype="float64", layout=layout)
         yield StateSpec("num_reduces", dtype="int64", on_host=True)
 
@@ -73,9 +73,9 @@ class Momentum(Strategy):
     phase: ClassVar[StrategyPhase] = "comm"
     axis: str = "dp_replicate"
 
-    def states(self, sharding: ShardingPlan, job: Job) -> Iterable[StateSpec]:
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         layout = Layout().with_placement(self.axis, S(FLAT))
-        for param in sharding.model_spec.trainable:
+        for param in view.model_spec.trainable:
             yield StateSpec("sum", param=param.name, dtype="float64", layout=layout)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

@@ -95,8 +95,8 @@ def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
 def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ranks: int):
     plan = sharded(zero, ranks, job_in(MIXED))
-    padded = sum(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
-    largest = max(flat_param.shard_numel for flat_param in plan.sharding.flat_param_specs().values())
+    padded = sum(flat_param.numel for flat_param in plan.rank_view(0).flat_param_specs.values())
+    largest = max(flat_param.shard_numel for flat_param in plan.rank_view(0).flat_param_specs.values())
 
     def sizes(engine: Trainer) -> dict[str, int]:
         step(engine)
@@ -153,7 +153,7 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(
         ]
 
     for entries in on_ranks(plan, issued):
-        assert [entry[:5] for entry in entries] == planned_messages(plan)
+        assert [entry[:5] for entry in entries] == planned_messages(plan.for_rank(0))
         assert {entry[5] for entry in entries if entry[0].startswith("UNSHARD")} == {precision.parameters}
         assert {entry[5] for entry in entries if entry[0].startswith("REDUCE")} == {precision.reduce}
         assert all(entry[3] % FLOAT_NBYTES[entry[5]] == 0 for entry in entries)

@@ -26,7 +26,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -82,8 +82,8 @@ def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns who takes part in what is summed along pp."""
     found = {
         action.name: action.transfer
-        for _, actions in plan.program.roles
-        for action in actions
+        for role in plan.program.roles
+        for action in role.actions
         if action.kind == "REDUCE_TIED"
     }
     return {
@@ -127,7 +127,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {param_sharding.param.name for param_sharding in plan.sharding.at_pp_rank(index).param_shardings}
+        {param_sharding.param.name for param_sharding in list(plan.role_plans())[index].view.param_shardings}
         & {"start", "middle", "scale"}
         for index in range(3)
     ]
@@ -259,9 +259,7 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(
-        monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings)
-    )
+    assert broken(monkeypatch, RankView, "_first_used_params", lambda view: iter(view.param_shardings))
 
 
 @pytest.mark.parametrize(
@@ -282,13 +280,7 @@ def test_two_copies_of_every_part_are_one_model(
 ):
     plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
     assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
-    assert {
-        name
-        for role, actions in plan.program.roles
-        for action in actions
-        if action.kind == "LOSS"
-        for name in [role]
-    } == {
+    assert {role.name for role in plan.program.roles for action in role.actions if action.kind == "LOSS"} == {
         "pp0",
         f"pp{mesh.pp - 1}",
     }

@@ -65,13 +65,12 @@ class PipelinedForward:
         self._fake_weights_by_block: dict[str, list[dict[str, Any]]] = {}
         self._full_shapes = {
             name: param_sharding.param.shape
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.sliced_dims
             for name in param_sharding.param.names
         }
         self._sharded_layers = {
-            state.trained_module.module.get_submodule(call.name)
-            for call in plan.sharding.model_spec.layer_calls
+            state.trained_module.module.get_submodule(call.name) for call in plan.view.model_spec.layer_calls
         }
 
     @contextmanager

@@ -102,7 +102,8 @@ class PipelinedEvaluation:
         if state.trained_module.forward_graphs is None:
             raise RuntimeError("the plan has stages, and its model has no recorded forward")
         plan = state.plan
-        self._sharding, self._state, self._action = plan.sharding, state, action
+        self._view, self._sharding = plan.view, plan.sharding
+        self._state, self._action = state, action
         self._forward_graphs, self._compute_dtype = (
             state.trained_module.forward_graphs,
             getattr(torch, plan.job.precision.compute),
@@ -177,7 +178,7 @@ class PipelinedEvaluation:
                 )
         # slices are known for sequences of the plan's length
         value_shapes = StageValueShards(
-            self._sharding, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
+            self._view, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
         )
         return _PipelinedForward(
             microbatch,

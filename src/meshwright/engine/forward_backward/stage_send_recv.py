@@ -68,13 +68,13 @@ class StageIO:
     ) -> None:
         plan = state.plan
         self._state, self._forward_graphs, self._sharding = state, forward_graphs, plan.sharding
-        local_block_calls = set(plan.sharding.model_spec.block_calls)
+        local_block_calls = set(plan.view.model_spec.block_calls)
         local_slice = [stage for stage in stages if stage.block_calls[0] in local_block_calls]
         self._stages_by_first = {stage.block_calls[0]: stage for stage in local_slice}
         self._stages_by_last = {stage.block_calls[-1]: stage for stage in local_slice}
         self._values = {stage_value.name: stage_value for stage in stages for stage_value in stage.outputs}
         self._value_shards, self._compute_dtype = (
-            StageValueShards(plan.sharding, self._values.values()),
+            StageValueShards(plan.view, self._values.values()),
             getattr(torch, plan.job.precision.compute),
         )
         self.handlers: dict[str, Handler] = dict.fromkeys(

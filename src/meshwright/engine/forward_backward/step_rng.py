@@ -117,7 +117,7 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
     sharding, coordinate = plan.sharding, plan.mesh.coordinate(rank)
     layers = {
         name: param_sharding
-        for param_sharding in sharding.global_plan.param_shardings
+        for param_sharding in sharding.param_shardings
         for name in param_sharding.param.names
     }
     shardings = {}

@@ -22,7 +22,6 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.rank_work_share import chunked_head_call
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 
 CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"
@@ -38,7 +37,7 @@ class ChunkedLossRuntime:
     def __init__(self, state: RankState) -> None:
         self._state, self._full_logits_enabled, self._head_inputs = state, False, set[int]()
         self._autocast_dtype: torch.dtype | None = None
-        call = chunked_head_call(state.plan.sharding)
+        call = state.plan.view.work_share.chunked_head_call
         if call is None:
             return
         loss, self._head = state.loss, state.trained_module.module.get_submodule(call.name)

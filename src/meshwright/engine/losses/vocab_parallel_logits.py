@@ -38,7 +38,7 @@ class VocabParallelLogits:
             return
         check_loss(plan, state.loss)
         (axis,) = self._axes
-        first, end = plan.sharding.slice_range(logits.param, axis)
+        first, end = plan.view.slice_range(logits.param, axis)
         self._vocab_shard = VocabShard(first, end - first, logits.vocab_size, self._gather_stats)
         state.loss = replace(state.loss, total=partial(_sharded_total, self._split, self._vocab_shard))
 

@@ -50,14 +50,13 @@ class FlatParamStore:
             action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
         }
         self._param_shardings = {
-            param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings
+            param_sharding.param.name: param_sharding for param_sharding in plan.view.param_shardings
         }
-        coordinate = plan.mesh.coordinate(state.world.rank)
         self._norm_param_names, self.reported_param_names = (
-            frozenset(plan.sharding.params_counted_in_norm(coordinate)),
-            frozenset(plan.sharding.params_counted_in_sum(coordinate)),
+            plan.view.params_counted_in_norm,
+            plan.view.params_counted_in_sum,
         )
-        for name, spec in plan.sharding.flat_param_specs().items():
+        for name, spec in plan.view.flat_param_specs.items():
             first = spec.params[0][0]
             flat = self._param_shardings[first].is_stored_sharded
             flat_param = (

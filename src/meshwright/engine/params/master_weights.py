@@ -42,7 +42,7 @@ class MasterWeights:
         }
         self._group_names = [
             names
-            for param_group in plan.sharding.param_groups()
+            for param_group in plan.view.param_groups
             if (names := [w.name for w in param_group.params if w.name in self._weights])
         ]
         stashes = any(action.kind == "STASH" for action in plan.actions)

@@ -17,7 +17,7 @@ from meshwright.model.blocks.split_backward import WeightBackward
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 
 if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
@@ -166,7 +166,7 @@ class RankState:
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
     step: StepState = field(init=False)
-    plan: Plan = field(init=False)
+    plan: RankPlan = field(init=False)
     flat_params: "FlatParamStore" = field(init=False)
     optimizers: "Optimizers" = field(init=False)
     collectives: "BlockCollectives" = field(init=False)

@@ -71,7 +71,7 @@ from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardD
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Handler, Runtime
@@ -88,7 +88,7 @@ class StepExecutor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         optimizer: OptimizerMaker | None = None,
         stateless_rng: StatelessRNG | None = None,
@@ -96,10 +96,9 @@ class StepExecutor:
         lr_scheduler: LRSchedulerFactory | None = None,
     ) -> None:
         create_groups(plan, state.world)
-        self.state, state.plan = state, plan.for_rank(state.world.rank)
-        plan = state.plan
+        self.state, state.plan = state, plan
         if plan.sharding.block_calls_by_pp_rank:
-            state.trained_module = state.trained_module.restrict_to(plan.sharding.model_spec)
+            state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
         state.flat_params = FlatParamStore(state)
@@ -109,7 +108,7 @@ class StepExecutor:
             state.flat_params.optimizer_params(),
             optimizer,
             {weight.name: weight for weight in plan.model_spec.trainable},
-            plan.sharding.shard_alignments(),
+            plan.view.shard_alignments,
         )
         self.lr_schedule = make_lr_schedule(plan.job, state.optimizers, lr_scheduler)
         self._initial_group_numbers = param_group_numbers(state.optimizers)
@@ -127,7 +126,7 @@ class StepExecutor:
         for owner, strategy in zip(owners, plan.strategies, strict=True):
             bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
         state.patches.apply_wrappers()
-        in_place = plan.sharding.model_spec.writes_in_place
+        in_place = plan.view.model_spec.writes_in_place
         blocks = state.trained_module.blocks
         state.driver = ForwardDriver(blocks, in_place=in_place, cut_graph=needs_graph_cuts(plan))
         if not plan.sharding.block_calls_by_pp_rank:  # stages shard the blocks that they run
@@ -145,7 +144,7 @@ class StepExecutor:
         self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
-        first_calls = plan.sharding.model_spec.block_calls[:1]
+        first_calls = plan.view.model_spec.block_calls[:1]
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
@@ -336,7 +335,7 @@ class StepExecutor:
         def before_block(block_call: str) -> bool:
             target = self._forward_positions.get((block_call, microbatch))
             if target is None or target < self._cursor:
-                planned = " ".join(self.state.plan.sharding.model_spec.block_calls)
+                planned = " ".join(self.state.plan.view.model_spec.block_calls)
                 problem = "out of the order" if target is not None else "more often than in the order"
                 text = f"the model reached block '{block_call}' {problem} of the plan: {planned}"
                 fix = (

@@ -65,18 +65,17 @@ class GradientNoiseScale:
         self._microbatch_by_action = {
             action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
         }
-        action_lists = (actions for _, actions in plan.program.roles)  # a rank may have no trained weight
         self._measured_microbatches = sorted(
             {
                 action.microbatch
-                for action_list in action_lists
-                for action in action_list
+                for role in plan.program.roles  # a rank may have no trained weight
+                for action in role.actions
                 if action.kind == "GRAD_SQNORM"
             },
             key=str,
         )
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._counted_params = frozenset(plan.sharding.params_counted_in_sum(coordinate))
+        self._counted_params = plan.view.params_counted_in_sum
         # other model-parallel ranks have the same
         self._reports_weights = not any(coordinate[axis] for axis in plan.sharding.model_parallel_axes)
         self._message = torch.zeros(3, dtype=torch.float64)

@@ -45,12 +45,12 @@ class ReplayFindings:
 
     def __init__(self, state: RankState, count: float) -> None:
         plan = state.plan
-        self._state, self._model_spec, self._count = state, plan.sharding.model_spec, count or 1.0
+        self._state, self._model_spec, self._count = state, plan.view.model_spec, count or 1.0
         # by the block call whose backward completes them
         self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(list)
         pp_ranks = {
             param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.param.trainable
         }
         self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
@@ -136,7 +136,7 @@ class FullModelReplay(MicrobatchReplay):
 
     def replay(self, microbatch: int) -> None:
         """Replays a microbatch; weights of blocks that its forward leaves out are gathered all the same."""
-        order = self.state.plan.sharding.model_spec.block_calls
+        order = self.state.plan.view.model_spec.block_calls
         with unshard_in_order(order, self.unshard_block) as before_block:
             run_forward(self.state, microbatch, before_block)
         block_calls = self.state.step.forward_passes.pop(microbatch).block_calls
@@ -150,7 +150,7 @@ class FullModelReplay(MicrobatchReplay):
         self.findings.add_sqnorms(self.state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        block_calls = self.state.plan.sharding.model_spec.block_calls
+        block_calls = self.state.plan.view.model_spec.block_calls
         for order in (block_calls, block_calls[::-1]):
             with unshard_in_order(order, self.unshard_block):
                 pass
@@ -296,9 +296,9 @@ def _merge_findings(
         _, phase, block = findings.first_nonfinite or (0, "", "")
         return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
-    counted_params = set(sharding.params_counted_in_sum(coordinate))
+    counted_params = plan.view.params_counted_in_sum
     # ranks with other slices have the same loss
-    reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
+    reports_loss = not any(coordinate[axis] for axis in sharding.param_slice_axes)
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
     microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
     local_numbers += [

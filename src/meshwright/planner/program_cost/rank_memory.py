@@ -16,12 +16,13 @@ Activations, and the gradients of one block between its backward and the PACK af
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_optimizer, update_scratch_nbytes
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import owned_params
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
@@ -78,10 +79,10 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     The optimizer states are those of the optimizers that the job names; nothing is known of an optimizer that
     the caller makes.
     """
-    precision, plan = plan.job.precision.effective, plan.for_rank(rank)
+    precision, rank_plan = plan.job.precision.effective, plan.for_rank(rank)
     width = FLOAT_NBYTES[precision.master]
-    group_states = list(_group_states(plan, rank))
-    gradients, buffers = _gradient_and_buffer_nbytes(plan)
+    group_states = list(_group_states(plan, rank_plan.view))
+    gradients, buffers = _gradient_and_buffer_nbytes(rank_plan)
     return StateBytes(
         parameters=sum(each.parameter_nbytes for each in group_states),
         gradients=gradients,
@@ -95,7 +96,7 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
         strategy_states=sum(
-            local_state_nbytes(spec, plan.sharding) for specs in plan.states.values() for spec in specs
+            local_state_nbytes(spec, rank_plan.view) for specs in rank_plan.states.values() for spec in specs
         ),
     )
 
@@ -103,10 +104,10 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 def transient_nbytes(plan: Plan) -> int:
     """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
     peak = 0
-    for _, actions in plan.program.roles:
-        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    for role in plan.program.roles:
+        freed = {name for action in role.actions if action.kind == "STEP" for name in action.frees}
         live: dict[str, int] = {}
-        for action in actions:
+        for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
                     allocation.name: allocation.nbytes
@@ -131,8 +132,7 @@ def peak_nbytes(plan: Plan, rank: int) -> int:
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     """Returns the elements that `rank` of `plan` steps, and the bytes of their optimizer states."""
-    plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
-    pairs = [pair for each in _group_states(plan, rank) for pair in each.stepped_params]
+    pairs = [pair for each in _group_states(plan, plan.rank_view(rank)) for pair in each.stepped_params]
     return sum(numel for _, numel in pairs), sum(param_state_nbytes(plan.job, *pair) for pair in pairs)
 
 
@@ -142,26 +142,30 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
     and optimizer: the temporaries of STEP.
     """
-    plan = plan.for_rank(rank)
-    group_states, states, peak = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    rank_plan = plan.for_rank(rank)
+    group_states, states, peak = (
+        list(_group_states(plan, rank_plan.view)),
+        state_bytes(plan, rank),
+        Counter[str](),
+    )
     update = max(
         (param_update_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params),
         default=0,
     )
     transient_names = {
         allocation.name
-        for action in plan.actions
+        for action in rank_plan.actions
         if _is_transient(action)
         for allocation in action.allocations
     }
     persistent = {
         allocation.name: allocation.nbytes
-        for action in plan.actions
+        for action in rank_plan.actions
         for allocation in action.allocations
         if allocation.name not in transient_names
     }
     live: dict[str, int] = {}
-    for action in plan.actions:
+    for action in rank_plan.actions:
         live |= {
             allocation.name: allocation.nbytes
             for allocation in action.allocations
@@ -225,14 +229,17 @@ def _cast_nbytes(job: Job, group_states: Iterable[_GroupState]) -> int:
     )
 
 
-def _group_states(plan: Plan, rank: int) -> Iterator[_GroupState]:
-    sharding, parameters = plan.sharding, plan.job.precision.parameters
-    flat_specs, owned = sharding.flat_param_specs(), list(owned_params(sharding, rank))
+def _group_states(plan: Plan, view: RankView) -> Iterator[_GroupState]:
+    parameters, rank = plan.job.precision.parameters, plan.mesh.rank(view.coordinate)
+    owned = list(owned_params(view))
     owned_names = {
-        param_sharding.param.name for param_sharding in sharding.param_shardings if param_sharding.owner_axes
+        param_sharding.param.name for param_sharding in view.param_shardings if param_sharding.owner_axes
     }
-    for param_group in sharding.all_param_groups():
-        flat_spec, width = flat_specs.get(param_group.name), param_group.params[0].itemsize(parameters)
+    for param_group in view.all_param_groups:
+        flat_spec, width = (
+            view.flat_param_specs.get(param_group.name),
+            param_group.params[0].itemsize(parameters),
+        )
         is_stepped = param_group.trainable and plan.is_primary_rank(rank)
         owned_params_here = [(param, param.numel) for name, param in owned if name == param_group.name]
         if flat_spec is None:
@@ -270,7 +277,7 @@ def _is_transient(action: Action) -> bool:
     return action.kind in TRANSIENT_KINDS or action.stream == "recv"
 
 
-def _gradient_and_buffer_nbytes(plan: Plan) -> tuple[int, int]:
+def _gradient_and_buffer_nbytes(plan: RankPlan) -> tuple[int, int]:
     """Returns the bytes of gradients, which STEP frees, and of buffers, the other allocations.
 
     Transient allocations are neither.

@@ -25,6 +25,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.hardware.device_specs import peak_flops
+from meshwright.plan.job.file_format import RANK_USAGE
 from meshwright.plan.plan import Plan
 from meshwright.run.telemetry.activation_memory import ActivationRecorder
 from meshwright.run.telemetry.atomic_write import replace_file
@@ -120,6 +121,7 @@ class RankUsage:
         if self._activation_recorder.peak_nbytes is not None:
             memory["activations"] = self._activation_recorder.peak_nbytes
         return {
+            **RANK_USAGE.header,
             "rank": self._world.rank,
             "device": device_name(device),
             "steps": self._steps,
