@@ -73,9 +73,9 @@ def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):
     assert all(fault.location.startswith((str(path), "measured")) for fault in raised.value.diagnostics)
 
 
-def test_a_file_of_another_version_is_refused_with_the_repair(cluster: Cluster, tmp_path: Path):
+def test_a_file_of_another_version_is_refused_with_the_repair(tmp_path: Path):
     path = tmp_path / "cluster.toml"
-    write_cluster(cluster, path)
+    write_cluster(CLUSTER, path)
     path.write_text(path.read_text().replace("meshwright cluster", "some cluster"))
     with pytest.raises(PlanError, match=r"its format is 'some cluster'; needed is 'meshwright cluster'"):
         read_cluster(path)

@@ -240,7 +240,8 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         cluster=_resolve_source(
             values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
         ),
-        extra={key: values[key] for key in EXTRA_KEYS if key in values},
+        # another plan has another hash
+        extra={key: values[key] for key in EXTRA_KEYS[1 if overrides else 0 :] if key in values},
         strategy_diagnostics=tuple(wrong),
     )
 
@@ -359,6 +360,16 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
         fix=fix,
         location=f"{path}:{line}",
     )
+
+
+def strategies_from_tables(
+    tables: Sequence[Mapping[str, Any]], strategies: StrategyTable
+) -> tuple[Strategy, ...]:
+    """Returns the strategies that tables of a config describe. Raises PlanError with all diagnostics."""
+    diagnostics: list[Diagnostic] = []
+    chosen, wrong = _strategies(tables, strategies, SchemaCheck("", diagnostics=diagnostics), Path())
+    raise_diagnostics([*diagnostics, *wrong])
+    return chosen or ()
 
 
 def _strategies(
