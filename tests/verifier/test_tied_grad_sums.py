@@ -11,7 +11,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action
+from meshwright.plan.step.program import Action, Program
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import analyzed_model, tiny_job
 
@@ -31,9 +31,10 @@ def problems_after_edit(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
 
 
 def problems_with(plan: Plan, name: str, actions: Sequence[Action]) -> list[str]:
-    role = next(role for role in plan.program.roles if role.name == name)
-    program = plan.program.with_role(replace(role, actions=tuple(actions)))
-    return [fault.problem for fault in static_checks(replace(plan, program=program))]
+    roles = tuple(
+        replace(role, actions=tuple(actions)) if role.name == name else role for role in plan.program.roles
+    )
+    return [fault.problem for fault in static_checks(replace(plan, program=Program(roles)))]
 
 
 def test_the_planned_program_passes():

@@ -106,7 +106,7 @@ class TorchWorld(World):
         Every rank asks for the same groups in the same order, also ranks that are not members: the first
         request is collective. Raises PlanError for an unknown axis.
         """
-        along = ordered_axes(tuple(axes))
+        along = ordered_axes(self.mesh, tuple(axes))
         key = along, tuple(member_indices)
         if key not in self._groups:
             ranks = member_ranks(self.mesh.peers(self.rank, along), member_indices, self.rank)

@@ -39,7 +39,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import Mesh, axes_with
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer
 
@@ -125,8 +125,9 @@ class ModelOnRanks:
         if self.request.activation_checkpointing and ActivationCheckpointing.name not in names:
             strategies = (*strategies, ActivationCheckpointing())
         micro_batch = args.per_device_train_batch_size
-        plan = make_plan(analyzed, job(mesh.dp_replicate * mesh.dp_shard), mesh, strategies, micro_batch)
-        if plan.num_data != mesh.dp_replicate * mesh.dp_shard:  # strategies share samples over other axes
+        num_data = mesh.group_size(axes_with("samples"))
+        plan = make_plan(analyzed, job(num_data), mesh, strategies, micro_batch)
+        if plan.num_data != num_data:  # strategies share samples over other axes
             plan = make_plan(analyzed, job(plan.num_data), mesh, strategies, micro_batch)
         raise_diagnostics(plan_diagnostics(plan, args, plan.job))
         return plan

@@ -1,8 +1,8 @@
 """Defines a technique on one axis: a value with two pure functions and one effect.
 
-    place    ShardingPlan -> ShardingPlan    the placements of tensors under this technique
-    rewrite  Program -> Program              the actions it adds, removes or moves
-    bind     Runtime -> handlers             the implementation of new kinds of action
+    place    ShardingPlan -> ShardingPlan       the placements of tensors under this technique, on all ranks
+    rewrite  Program, RankView -> Program       the actions it adds, removes or moves on one rank
+    bind     Runtime -> handlers                the implementation of new kinds of action
 
 Whatever order a user writes, the phases fix the order in which strategies apply: shard, schedule, memory,
 storage, comm. At most one strategy decides the order of the step, and one, per axis, how parameters are
@@ -89,7 +89,9 @@ class Strategy(ABC):
         return stage_calls
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        """Returns `program` with the actions that this technique adds, removes or moves."""
+        """Returns `program`, of the rank of `view`, with the actions that this technique adds, removes or
+        moves.
+        """
         return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

@@ -40,7 +40,7 @@ from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan, RankPlan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import in_mesh_order
 
 DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
 MAX_SHOWN = 5  # diagnostics in the text of a verdict
@@ -182,7 +182,7 @@ def planned_collectives(plan: RankPlan) -> tuple[TracedMessage, ...]:
             name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm
         )
         for name, move in issued_by_action
-        for axes in [tuple(axis for axis in AXES if axis in move.axes)]
+        for axes in [in_mesh_order(move.axes)]
     )
 
 

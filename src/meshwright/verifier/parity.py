@@ -28,7 +28,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan, RankPlan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
@@ -113,7 +113,7 @@ def planned_messages(plan: RankPlan, microbatch_plans: Sequence[RankPlan] = ()) 
         (
             action.name,
             move.collective,
-            tuple(axis for axis in AXES if axis in move.axes),
+            in_mesh_order(move.axes),
             move.nbytes,
             move.algorithm,
         )

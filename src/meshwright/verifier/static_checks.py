@@ -132,8 +132,11 @@ def _check_memory(actions: Sequence[Action]) -> Iterator[str]:
 def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields problems of CLIP and STEP.
 
-    CLIP needs every gradient, STEP every weight, and STEP waits for CLIP.
+    CLIP needs every gradient, STEP every weight, and STEP waits for CLIP. A role without parameters updates
+    nothing.
     """
+    if not plan.view.param_shardings:
+        return
     if stepped_microbatches(actions):
         yield from _check_microbatch_updates(plan, actions)
         return

@@ -22,6 +22,7 @@ from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -33,6 +34,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, sample_range
 from tests.tiny_model import (
+    Tiny,
     analyzed_model,
     case_of,
     executor_of,
@@ -140,6 +142,30 @@ def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int
     ]
     expected = averaged(found)
     assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-9)
+
+
+def half_frozen() -> nn.Module:
+    model = Tiny()
+    for module in (*model.layers[1:], model.head):
+        module.requires_grad_(False)
+    return model
+
+
+def test_a_stage_without_trained_parameters_takes_part():
+    analyzed = analyze(half_frozen, token_samples(2))
+
+    def noise_scales(mesh: Mesh, *strategies: Strategy) -> list[list[float | None]]:
+        plan = make_plan(analyzed, noisy(tiny_job()), mesh, strategies, 3)
+
+        def rank(world: World) -> list[float | None]:
+            executor = executor_of(analyzed, plan, world)
+            local_batches = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
+            return [executor.step(local_batches.batch(step)).noise_scale for step in range(3)]
+
+        return run_on_threads(rank, mesh)
+
+    (alone,) = noise_scales(Mesh())
+    assert noise_scales(Mesh(pp=2), Pipeline()) == [pytest.approx(alone)] * 2
 
 
 def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cast():

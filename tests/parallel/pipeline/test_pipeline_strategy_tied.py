@@ -26,7 +26,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -254,9 +254,7 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(
-        monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings)
-    )
+    assert broken(monkeypatch, RankView, "_first_used_params", lambda view: iter(view.param_shardings))
 
 
 @pytest.mark.parametrize(

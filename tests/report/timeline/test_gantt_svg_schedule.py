@@ -36,8 +36,5 @@ def test_whole_models_and_older_runs_have_no_drawing():
 
 
 def test_a_program_that_cannot_be_played_is_not_drawn():
-    program = record().program
-    first = program.roles[0]
-    waiting = tuple(replace(action, waits=("NOBODY()",)) for action in first.actions)
-    stuck = program.with_role(replace(first, actions=waiting))
+    stuck = record().program.edit(lambda actions: [replace(each, waits=("NOBODY()",)) for each in actions])
     assert schedule_svg(replace(record(), program=stuck)) == ""

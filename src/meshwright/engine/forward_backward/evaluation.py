@@ -101,8 +101,8 @@ def evaluate(
                     else (0.0, 0.0)
                 )
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
-    axes = (*plan.sharding.grad_sum_axes, *(("pp",) if is_pipelined else ()))
-    state.world.group(axes).all_reduce(sums, action=EVALUATION_ACTION).wait()
+    group = state.world.group((*plan.sharding.grad_sum_axes, *plan.sharding.stage_axes))
+    group.all_reduce(sums, action=EVALUATION_ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
         raise no_samples_error()
@@ -153,9 +153,7 @@ def _until_all_end(batches: Iterable[LocalBatch], state: RankState, plan: Plan) 
 
     Pipeline ranks have the same batches.
     """
-    group = state.world.group(
-        axis for axis in AXES if not (axis == "pp" and plan.sharding.block_calls_by_pp_rank)
-    )
+    group = state.world.group(set(AXES).difference(plan.sharding.stage_axes))
     for batch, has_batch in chain(((batch, 1.0) for batch in batches), repeat((None, 0.0))):
         num_ranks_left = torch.full((1,), has_batch, dtype=torch.float64, device=state.world.device)
         group.all_reduce(num_ranks_left, action=EVALUATION_ACTION).wait()

@@ -20,17 +20,13 @@ from collections.abc import Iterator
 from meshwright.comm.collectives.group import Group, World
 from meshwright.comm.disjoint_groups import GroupKey
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import in_mesh_order
 
 
 def create_groups(plan: Plan, world: World) -> None:
     """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
     moves = (move for role in plan.program.roles for action in role.actions for move in action.transfers)
-    keys = {
-        (tuple(axis for axis in AXES if axis in move.axes), among)
-        for move in moves
-        for among in move.member_groups(plan.mesh)
-    }
+    keys = {(in_mesh_order(move.axes), among) for move in moves for among in move.member_groups(plan.mesh)}
     if world.serializes_p2p:
         keys |= set(_p2p_pairs(plan))
     world.create_groups(keys)

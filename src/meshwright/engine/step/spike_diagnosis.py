@@ -310,7 +310,7 @@ def _merge_findings(
     coordinate = plan.mesh.coordinate(state.world.rank)
     counted_params = plan.view.params_counted_in_sum
     # ranks with other slices have the same loss
-    reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
+    reports_loss = not any(coordinate[axis] for axis in sharding.param_slice_axes)
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
     microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
     local_numbers += [

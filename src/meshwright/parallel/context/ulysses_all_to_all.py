@@ -20,6 +20,7 @@ all_gather.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -31,6 +32,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -315,11 +317,11 @@ def check_heads(
     `where` is the key of that number of ranks; `sizes` are its other possible values.
     """
     tokens, found = sharding.model_spec.sequence_info, dict[int, dict[str, None]]()
+    axes = axes_with("features")
     views = [
-        RankView(sharding, {"pp": stage, "tp_depth": depth, "tp": place})
+        RankView(sharding, {"pp": stage, **dict(zip(axes, indices, strict=True))})
         for stage in range(len(sharding.block_calls_by_pp_rank) or 1)
-        for depth in sorted(_end_ranks(sharding, "tp_depth"))
-        for place in sorted(_end_ranks(sharding, "tp"))
+        for indices in product(*(sorted({0, sharding.mesh.size(axis) - 1}) for axis in axes))
     ]
     for attention_call in tokens.attention_calls if tokens else ():
         for view in views:
@@ -338,10 +340,6 @@ def check_heads(
                 fix,
                 f"strategies.{name}",
             )
-
-
-def _end_ranks(sharding: ShardingPlan, axis: str) -> set[int]:
-    return {0, sharding.mesh.size(axis) - 1}
 
 
 def _mask_in_dtype(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

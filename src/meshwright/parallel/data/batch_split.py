@@ -33,6 +33,7 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
@@ -40,8 +41,8 @@ from meshwright.plan.step.program import Action, Program, Transfer, index_of_las
 from meshwright.plan.step.single_device_program import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
-DATA_AXES = ("dp_replicate", "dp_shard")
-GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
+DATA_AXES = axes_with("samples")
+GRAD_SUM_AXES = (*DATA_AXES, *axes_with("tokens"))
 GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(DATA_AXES)}")
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.param_dim_split import DimShard
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ShardAlignment
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_work_share import LayerFraction, RankWorkShare
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -111,7 +111,8 @@ class RankView:
     @cached_property
     def params_counted_in_norm(self) -> frozenset[str]:
         """The parameters that this rank counts in the gradient norm: it is the first with these elements."""
-        nonzero_axes = {axis for axis in self.plan.grad_norm_axes if self.coordinate[axis] and axis != "pp"}
+        slice_axes = set(self.plan.grad_norm_axes).difference(self.plan.stage_axes)
+        nonzero_axes = {axis for axis in slice_axes if self.coordinate[axis]}
         return frozenset(
             each.param.name
             for each in self._first_used_params()
@@ -144,8 +145,8 @@ class RankView:
     def dim_shards(self, param_sharding: ParamSharding) -> tuple[DimShard, ...]:
         """Returns the shard of this rank for each sliced dim of a parameter."""
         found, sliced_dims, mesh = list[DimShard](), param_sharding.sliced_dims, self.plan.mesh
-        for dim in dict.fromkeys(sliced_dims[axis] for axis in AXES if axis in sliced_dims):
-            axes = tuple(axis for axis in AXES if sliced_dims.get(axis) == dim)
+        for dim in dict.fromkeys(sliced_dims[axis] for axis in in_mesh_order(sliced_dims)):
+            axes = in_mesh_order({axis for axis in sliced_dims if sliced_dims[axis] == dim})
             dim_split = param_sharding.param.dim_split(dim)
             found.append(DimShard(axes, dim_split, mesh.group_size(axes), mesh.index(self.coordinate, axes)))
         return tuple(found)

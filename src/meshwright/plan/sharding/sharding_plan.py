@@ -17,7 +17,7 @@ from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.flat_param import FlatParamSpec
-from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.sharding.mesh import AXES, Mesh, axes_with, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.tensor_placements import I, Layout, Placement, R
@@ -197,7 +197,7 @@ class ShardingPlan:
         """Returns `axes` and the token axes: gradients of different tokens of a sample are summed like those
         of samples.
         """
-        return tuple(axis for axis in AXES if axis in axes or axis in self.token_axes)
+        return in_mesh_order({*axes, *self.token_axes})
 
     @property
     def grad_sum_axes(self) -> tuple[str, ...]:
@@ -215,21 +215,22 @@ class ShardingPlan:
             if each.param.trainable
             for axis in each.grad_layout.axes_with("S")
         }
-        return tuple(
-            axis for axis in AXES if axis in sliced or (axis == "pp" and self.block_calls_by_pp_rank)
-        )
+        return in_mesh_order({*sliced, *self.stage_axes})
 
     @cached_property
     def param_slice_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have slices of parameters, outermost first."""
-        sliced = {axis for each in self.param_shardings for axis in each.sliced_dims}
-        return tuple(axis for axis in AXES if axis in sliced)
+        return in_mesh_order({axis for each in self.param_shardings for axis in each.sliced_dims})
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have different parameters, or slices of them, for the same samples."""
-        has_stages = bool(self.block_calls_by_pp_rank)
-        return tuple(axis for axis in AXES if axis in self.param_slice_axes or (axis == "pp" and has_stages))
+        return in_mesh_order({*self.param_slice_axes, *self.stage_axes})
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other layers; empty without a pipeline."""
+        return axes_with("layers") if self.block_calls_by_pp_rank else ()
 
     @cached_property
     def param_groups(self) -> tuple[ParamGroup, ...]:

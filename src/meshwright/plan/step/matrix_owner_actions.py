@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, index_of_last, with_waits
 
@@ -97,7 +97,7 @@ def owner_coordinate(view: RankView, axes: tuple[str, ...], index: int) -> dict[
     axes.
     """
     parcels = {**dict.fromkeys(AXES, 0), "pp": view.coordinate.get("pp", 0)}
-    for axis in reversed([axis for axis in AXES if axis in axes]):
+    for axis in reversed(in_mesh_order(axes)):
         index, parcels[axis] = divmod(index, view.plan.mesh.size(axis))
     return parcels
 

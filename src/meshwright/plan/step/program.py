@@ -155,10 +155,6 @@ class Program:
         """Returns this program with `change` applied to the list of every role."""
         return Program(tuple(replace(role, actions=tuple(change(list(role.actions)))) for role in self.roles))
 
-    def with_role(self, changed: Role) -> "Program":
-        """Returns this program with `changed` in the place of the role of its name."""
-        return Program(tuple(changed if role.name == changed.name else role for role in self.roles))
-
 
 def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
     """Returns `program` without inner transfers over axes of one rank, which send nothing."""

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -117,13 +118,13 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     if view.plan.block_calls_by_pp_rank:
         pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
     num_ranks = view.plan.mesh.world_size // pp_size
-    first = pp_rank * num_ranks  # pp is the outermost axis, so the ranks of a stage follow one another
+    first = pp_rank * num_ranks  # no plan uses an axis outside pp, so the ranks of a stage follow one another
     return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
 
 
 def spans_roles(transfer: Transfer) -> bool:
     """Returns whether the ranks of a group of `transfer` have different roles."""
-    return "pp" in transfer.axes
+    return not set(axes_with("layers")).isdisjoint(transfer.axes)
 
 
 def stage_role_name(pp_rank: int) -> str:

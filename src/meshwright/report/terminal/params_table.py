@@ -15,7 +15,7 @@ from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, axes_with
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -93,7 +93,7 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
 def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) -> RenderableType:
     """Returns the rows as a table; `plan_given` tells whether the plan shards anything."""
     rows = param_rows(sharding, parameters)
-    axes = [*(["pp"] if sharding.block_calls_by_pp_rank else []), *_shardable_axes(sharding)]
+    axes = [*sharding.stage_axes, *_shardable_axes(sharding)]
     over = " x ".join(f"{axis} {sharding.mesh.size(axis)}" for axis in axes) or "no axis"
     seq_axes = sharding.residual_layout.axes_with("S")
     over += f"; tokens are sharded between layers over {' and '.join(seq_axes)}" if seq_axes else ""
@@ -252,7 +252,9 @@ def _reason(param_sharding: ParamSharding) -> str:
 def _shardable_axes(sharding: ShardingPlan) -> list[str]:
     """The axes along which params could be sharded: several ranks that have the same tokens and layers."""
     return [
-        axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)
+        axis
+        for axis in AXES
+        if sharding.mesh.size(axis) > 1 and axis not in (*axes_with("layers"), *sharding.grad_sum_axes)
     ]
 
 
