@@ -4,6 +4,7 @@
     gradients           the gradients of a step, until STEP
     master              master weights, if parameters have a narrower dtype or a rank has slices of them
     optimizer_states    what the optimizer keeps, step counters included
+    strategy_states     what techniques keep from step to step, such as residuals (plan/strategy_state.py)
     buffers             memory of fixed size, used again and again: unsharded weights, messages, casts
 
     rank 0 of 4, ZeRO 3     [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
@@ -14,7 +15,7 @@ Activations, and the gradients of one block between its backward and the PACK af
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from meshwright.plan.job.job import Job
@@ -25,6 +26,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import owned_params
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
+from meshwright.plan.strategy_state import local_state_nbytes
 
 # actions that allocate activations, and gradients that are not kept
 TRANSIENT_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")
@@ -40,11 +42,13 @@ class StateBytes:
     master: int
     optimizer_states: int
     buffers: int
+    strategy_states: int = 0
 
     @property
     def model_states(self) -> int:
         """The bytes that grow with the model: all but the buffers."""
-        return self.parameters + self.gradients + self.master + self.optimizer_states
+        kept = self.parameters + self.master + self.optimizer_states + self.strategy_states
+        return kept + self.gradients
 
     @property
     def total(self) -> int:
@@ -75,10 +79,14 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     The optimizer states are those of the optimizers that the job names; nothing is known of an optimizer that
     the caller makes.
     """
-    precision, rank_plan = plan.job.precision.effective, plan.for_rank(rank)
+    rank_plan = plan.for_rank(rank)
+    return _state_bytes(rank_plan, list(_group_states(plan, rank_plan.view)))
+
+
+def _state_bytes(plan: RankPlan, group_states: Sequence[_GroupState]) -> StateBytes:
+    precision = plan.job.precision.effective
     width = FLOAT_NBYTES[precision.master]
-    group_states = list(_group_states(plan, rank_plan.view))
-    gradients, buffers = _gradient_and_buffer_nbytes(rank_plan)
+    gradients, buffers = _gradient_and_buffer_nbytes(plan)
     return StateBytes(
         parameters=sum(each.parameter_nbytes for each in group_states),
         gradients=gradients,
@@ -91,6 +99,9 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
             param_state_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
+        strategy_states=sum(
+            local_state_nbytes(spec, rank_plan.view) for specs in rank_plan.states.values() for spec in specs
+        ),
     )
 
 
@@ -132,15 +143,12 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
 def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
-    The categories are parameters, master, optimizer_states, gradients, buffers, activations, and optimizer:
-    the temporaries of STEP.
+    The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
+    and optimizer: the temporaries of STEP.
     """
     rank_plan = plan.for_rank(rank)
-    group_states, states, peak = (
-        list(_group_states(plan, rank_plan.view)),
-        state_bytes(plan, rank),
-        Counter[str](),
-    )
+    group_states, peak = list(_group_states(plan, rank_plan.view)), Counter[str]()
+    states = _state_bytes(rank_plan, group_states)
     update = max(
         (param_update_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params),
         default=0,
@@ -178,6 +186,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
         "parameters": states.parameters,
         "master": states.master,
         "optimizer_states": states.optimizer_states,
+        "strategy_states": states.strategy_states,
     }
     found = {
         **by_category,
