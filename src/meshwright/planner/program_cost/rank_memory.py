@@ -100,7 +100,7 @@ def _state_bytes(plan: RankPlan, group_states: Sequence[_GroupState]) -> StateBy
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
         strategy_states=sum(
-            local_state_nbytes(spec, rank_plan.view) for specs in rank_plan.states.values() for spec in specs
+            local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
         ),
     )
 
