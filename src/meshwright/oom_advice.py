@@ -21,7 +21,7 @@ from typing import Self
 import psutil
 import torch
 
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.context.context_parallel_strategy import CP_AXIS
@@ -112,6 +112,7 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
             "parameters": states.parameters,
             "master": states.master,
             "optimizer_states": states.optimizer_states,
+            "strategy_states": states.strategy_states,
         },
     )
     return fullest
@@ -166,7 +167,7 @@ class OOMAdvisor:
     def __init__(self, analyzed: AnalyzedModel, plan: Plan, rank: int, device: torch.device) -> None:
         self._analyzed, self._plan, self._rank, self._device = analyzed, plan, rank, device
         self._before = process_nbytes(device)
-        self.executor: Executor | None = None
+        self.executor: StepExecutor | None = None
 
     def __enter__(self) -> Self:
         return self

@@ -351,7 +351,8 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
         return ""
     with trainer.full_params() as module:
         if not show and not (
-            trainer.executor.flat_params.forward_is_collective or ready.plan.sharding.block_calls_by_pp_rank
+            trainer.executor.state.flat_params.forward_is_collective
+            or ready.plan.sharding.block_calls_by_pp_rank
         ):
             return ""
         length, tokenizer = job.data.sequence, ready.dataset.tokenizer

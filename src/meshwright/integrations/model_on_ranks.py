@@ -169,14 +169,14 @@ class ModelOnRanks:
         """Loads the checkpoint at `checkpoint`, and the numbers of its groups into those of the optimizer."""
         trainer, optimizer = self._opened()
         trainer.load(checkpoint)
-        groups = all_param_groups(trainer.executor.optimizers)
+        groups = all_param_groups(trainer.executor.state.optimizers)
         for group, target in zip(groups, optimizer.param_groups, strict=True):
             target |= _options(group)
 
     def _with_present_groups(self) -> Trainer:
         """Returns the trainer, whose groups have the numbers that a scheduler wrote into the optimizer's."""
         trainer, optimizer = self._opened()
-        groups = all_param_groups(trainer.executor.optimizers)
+        groups = all_param_groups(trainer.executor.state.optimizers)
         for group, source in zip(groups, optimizer.param_groups, strict=True):
             group |= _options(source)
         return trainer
@@ -237,7 +237,7 @@ class ModelOnRanks:
         trainer, _ = self._opened()
         parameters = trainer.executor.gather_parameters(keep_result=keep_result, use_masters=True)
         with trainer.world.ledger.pause_recording():
-            return parameters, gather_full_buffers(trainer.plan, trainer.executor.state, "GATHER_FULL")
+            return parameters, gather_full_buffers(trainer.executor.state, "GATHER_FULL")
 
     def _rank_world(self, mesh: Mesh) -> World:
         if self.world is None:

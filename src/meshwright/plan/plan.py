@@ -34,6 +34,7 @@ from meshwright.plan.strategy_compatibility import (
     strategy_choice_diagnostics,
 )
 from meshwright.plan.strategy_interface import Strategy, sort_by_phase
+from meshwright.plan.strategy_state import StateSpec, job_states, owner_names, state_diagnostics
 
 
 @dataclass(frozen=True)
@@ -335,6 +336,20 @@ class RankPlan(Plan):
     def actions(self) -> tuple[Action, ...]:
         """The actions of this rank in a step."""
         return self.role.actions
+
+    @property
+    def states(self) -> dict[str, tuple[StateSpec, ...]]:
+        """The tensors that this rank keeps from step to step, by the technique that keeps them.
+
+        Raises PlanError for a tensor of a parameter or a dtype that is unknown.
+        """
+        found = dict(job_states(self.job))
+        names = owner_names(strategy.name for strategy in self.strategies)
+        for name, strategy in zip(names, self.strategies, strict=True):
+            specs = tuple(strategy.states(self.view, self.job))
+            raise_diagnostics(state_diagnostics(name, specs, self.view))
+            found |= {name: specs} if specs else {}
+        return found
 
 
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:

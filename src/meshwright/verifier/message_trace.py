@@ -33,7 +33,7 @@ from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
@@ -211,7 +211,7 @@ def trace_rank(
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
             unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
-            executor = Executor(
+            executor = StepExecutor(
                 unguarded_plan.for_rank(rank),
                 RankState(subject, world, loss, works=works),
                 stateless_rng=_keep_all_rng(plan),

@@ -25,7 +25,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.sharding.mesh import in_mesh_order
@@ -176,7 +176,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     comparison.values("initial value", 0, subject.parameters, reference.initial_values)
     world.ledger.is_recording = True
     state = RankState(subject, world, parity_case.loss)
-    executor = Executor(
+    executor = StepExecutor(
         _with_compare_action(parity_case.plan.for_rank(world.rank)),
         state,
         stateless_rng=parity_case.make_rng(),
@@ -300,7 +300,7 @@ def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -
 class _RankComparison:
     def __init__(self, parity_case: ParityCase, reference: Reference, report: RankReport) -> None:
         self._parity_case, self._reference, self._report = parity_case, reference, report
-        self.executor: Executor | None = None
+        self.executor: StepExecutor | None = None
         self.step = 0
         self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
 

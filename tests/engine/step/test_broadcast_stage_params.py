@@ -26,9 +26,7 @@ def gathered_on_ranks(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     def rank(world: World) -> dict[str, torch.Tensor]:
         with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
-            return engine.executor.gather_parameters() | gather_full_buffers(
-                plan, engine.executor.state, "TEST"
-            )
+            return engine.executor.gather_parameters() | gather_full_buffers(engine.executor.state, "TEST")
 
     return run_on_threads(rank, mesh)
 

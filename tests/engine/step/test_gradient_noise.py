@@ -15,7 +15,7 @@ from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import Metrics, RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -230,7 +230,7 @@ def test_noise_that_is_known_is_found(
     plan = make_plan(analyzed, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        executor = Executor(
+        executor = StepExecutor(
             plan.for_rank(world.rank),
             RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES),
         )
@@ -239,7 +239,7 @@ def test_noise_that_is_known_is_found(
             metrics = executor.step(
                 select_local_batch(sample_range(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
             )
-            averages.append(executor.state_dict()["noise/averages"].clone())
+            averages.append(executor.state_dict()["state/noise_scale/averages"].clone())
         executor.close()
         each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
         return torch.stack(each), metrics.noise_scale
@@ -285,7 +285,7 @@ def test_ranks_without_data_do_not_count_and_one_sample_group_gives_no_estimate(
         metrics, averages = [], []
         for with_data in (2, 1, 0):
             metrics.append(executor.step(given[world.rank] if world.rank < with_data else None))
-            averages.append(executor.state_dict()["noise/averages"])
+            averages.append(executor.state_dict()["state/noise_scale/averages"])
         executor.close()
         return model, averages, metrics
 
@@ -304,9 +304,12 @@ def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
     done = pair(job=noisy(job_of(guard=LossGuard("skip", factor=1.02, window=4))), micro_batch=4)
     data, skipped = token_samples(), 0
     for step in range(8):
-        before = done.executor.state_dict()["noise/averages"].clone()
+        before = done.executor.state_dict()["state/noise_scale/averages"].clone()
         metrics = done.executor.step(sample_range(data, step, step + 12))
-        assert torch.equal(before, done.executor.state_dict()["noise/averages"]) == metrics.is_skipped
+        assert (
+            torch.equal(before, done.executor.state_dict()["state/noise_scale/averages"])
+            == metrics.is_skipped
+        )
         skipped += metrics.is_skipped
     assert 0 < skipped < 8
 
@@ -333,7 +336,11 @@ def test_it_changes_no_result_and_passes_the_static_checks(
             executor.step(local_batches.batch(step))
         executor.close()
         return bits(
-            {name: value for name, value in executor.state_dict().items() if not name.startswith("noise/")}
+            {
+                name: value
+                for name, value in executor.state_dict().items()
+                if not name.startswith("state/noise_scale/")
+            }
         )
 
     off, on = (
@@ -374,12 +381,12 @@ def test_the_averages_come_back_as_they_were_and_begin_anew_without():
     for _ in range(3):
         first.executor.step(token_samples(12))
         plain.executor.step(token_samples(12))
-    assert "noise/averages" not in plain.executor.state_dict()
+    assert "state/noise_scale/averages" not in plain.executor.state_dict()
     second.executor.load_state_dict(
         {name: value.clone() for name, value in first.executor.state_dict().items()}, 3
     )
     assert first.executor.step(token_samples(12)) == second.executor.step(token_samples(12))
     second.executor.load_state_dict(plain.executor.state_dict(), 3)
-    assert second.executor.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
+    assert second.executor.state_dict()["state/noise_scale/averages"].tolist() == [0.0, 0.0]
     plain.executor.load_state_dict(first.executor.state_dict(), 3)
     assert plain.executor.step(token_samples(12)).noise_scale is None

@@ -175,8 +175,8 @@ def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
     def rank(world: World) -> list[torch.dtype]:
         executor = executor_of(analyzed, plan, world)
         executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
-        held = executor.flat_params.by_param_group.values()
-        assert not frozen & set(executor.flat_params.optimizer_params())
+        held = executor.state.flat_params.by_param_group.values()
+        assert not frozen & set(executor.state.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
         assert executor.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
         return [

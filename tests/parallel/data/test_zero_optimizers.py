@@ -118,7 +118,7 @@ def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: 
     def live(world: World) -> tuple[int, int]:
         executor = executor_of(analyzed, plan, world)
         trained(executor, world, 1)
-        states = [held for optimizer in executor.optimizers for held in optimizer.state.values()]
+        states = [held for optimizer in executor.state.optimizers for held in optimizer.state.values()]
         kept = [
             value
             for held in states
@@ -126,7 +126,7 @@ def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: 
             if isinstance(value, torch.Tensor) and key != "step"
         ]
         law = 0
-        for name, parameter in executor.flat_params.optimizer_params().items():
+        for name, parameter in executor.state.flat_params.optimizer_params().items():
             how = param_optimizer(RULES[rule], weights[name])
             law += optimizer_state_nbytes(how.optimizer, tuple(parameter.shape), 8, how.momentum)
         return sum(value.nbytes for value in kept), law

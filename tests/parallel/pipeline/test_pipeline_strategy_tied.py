@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.action_handlers import ActionHandlers
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -170,14 +170,14 @@ def stepped(world: World, plan: Plan) -> Copies:
             engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         shared = {
             name
-            for action in engine.executor.plan.actions
+            for action in engine.executor.state.plan.actions
             if action.kind == "REDUCE_TIED"
             for name in action.tensors
         }
         found: Copies = {}
-        for name, parameter in engine.executor.flat_params.optimizer_params().items():
+        for name, parameter in engine.executor.state.flat_params.optimizer_params().items():
             if name in shared:
-                state = engine.executor.optimizers[0].state[parameter]
+                state = engine.executor.state.optimizers[0].state[parameter]
                 found |= {
                     name: parameter.detach().clone(),
                     **{f"{key} of {name}": each.clone() for key, each in state.items()},
@@ -247,10 +247,15 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def forget(acts: ActionHandlers, action: Action) -> None:
-        acts.state.works[action.name] = CompletedWork()
+    start = RankState.start_collective
 
-    assert broken(monkeypatch, ActionHandlers, "reduce_tied", forget)
+    def forget(state: RankState, action: Action, *given: torch.Tensor) -> None:
+        if action.kind == "REDUCE_TIED":
+            state.issue(action, CompletedWork())
+        else:
+            start(state, action, *given)
+
+    assert broken(monkeypatch, RankState, "start_collective", forget)
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):

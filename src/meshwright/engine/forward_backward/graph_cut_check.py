@@ -71,14 +71,7 @@ def _stages_interleave(plan: RankPlan, actions: tuple[Action, ...]) -> bool:
 
 
 def check_gradient_paths(
-    plan: RankPlan,
-    state: RankState,
-    loss: torch.Tensor,
-    microbatch: int,
-    outputs: Any,
-    final_glue: BlockCall,
-    *,
-    is_graph_cut: bool,
+    state: RankState, loss: torch.Tensor, microbatch: int, outputs: Any, final_glue: BlockCall
 ) -> None:
     """Raises PlanError for a loss that is no scalar, or whose gradients bypass blocks.
 
@@ -87,10 +80,10 @@ def check_gradient_paths(
     if loss.shape != ():
         text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
         raise PlanError(text, fix="return total.sum() from Loss.total", location="loss")
-    if not is_graph_cut:
+    if not state.driver.cut_graph:
         return
-    subject = state.trained_module
-    graph = split_graph(state.forward_passes[microbatch], final_glue)
+    subject, plan = state.trained_module, state.plan
+    graph = split_graph(state.step.forward_passes[microbatch], final_glue)
     graph.check_param_users(
         subject.trainable_parameters,
         {weight.name: weight.block_calls for weight in subject.model_spec.params},

@@ -20,13 +20,13 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch, VocabParallelLoss, check_loss
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.model.tensors.pytree import replace_tensors
-from meshwright.plan.plan import RankPlan
 
 
 class VocabParallelLogits:
-    """The logits of the rank of `state` under `plan`; does nothing where they are not sharded."""
+    """The logits of the rank of `state`; does nothing where they are not sharded."""
 
-    def __init__(self, plan: RankPlan, state: RankState) -> None:
+    def __init__(self, state: RankState) -> None:
+        plan = state.plan
         self._state, self._axes, self._split = (
             state,
             plan.sharding.logits_layout.axes_with("S"),

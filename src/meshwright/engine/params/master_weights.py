@@ -12,7 +12,6 @@ from torch import nn
 
 from meshwright.engine.params.weight_stash import WeightStash
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.plan.plan import RankPlan
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class MasterWeights:
     What the optimizer steps, by name.
     """
 
-    def __init__(self, plan: RankPlan, state: RankState, flat_param_names: Container[str]) -> None:
+    def __init__(self, state: RankState, flat_param_names: Container[str]) -> None:
+        plan = state.plan
         precision, subject = plan.job.precision.effective, state.trained_module
         self._weights = {
             name: weight

@@ -41,8 +41,8 @@ class _ParamSlice:
 class MatrixOwners:
     """The weights that this rank owns, made while `state.trained_module` still holds full values."""
 
-    def __init__(self, plan: RankPlan, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
-        self._state, self._flat_params = state, flat_params
+    def __init__(self, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
+        self._state, self._flat_params, plan = state, flat_params, state.plan
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._grad_dtype, self._param_dtype, stepped = (
             roles["gradients"],

@@ -166,7 +166,7 @@ class _BatchNormMode(TorchFunctionMode):
             )
         state = self._runtime.state
         group = state.world.group(self._runtime.plan.sharding.data_axes)
-        is_empty = bool(state.microbatches) and state.num_samples == 0  # it runs on a stand-in
+        is_empty = bool(state.step.microbatches) and state.step.num_samples == 0  # it runs on a stand-in
         output, mean, variance = _SyncBatchNorm.apply(
             input, weight, bias, eps, group, lambda: state.current_action, is_empty
         )

@@ -188,8 +188,9 @@ class ZeRO(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        words = {"UNSHARD": runtime.params.unshard, "RESHARD": _no_op, "WAIT": _no_op}
-        return {**words, "REDUCE": runtime.params.reduce, "ACCUMULATE": runtime.params.accumulate}
+        start = runtime.state.start_collective
+        kinds = {"UNSHARD": start, "REDUCE": start, "ACCUMULATE": runtime.params.accumulate}
+        return {**kinds, "RESHARD": _no_op, "WAIT": _no_op}
 
     @staticmethod
     def _unshard_action(

@@ -4,6 +4,7 @@
     gradients           the gradients of a step, until STEP
     master              master weights, if parameters have a narrower dtype or a rank has slices of them
     optimizer_states    what the optimizer keeps, step counters included
+    strategy_states     what techniques keep from step to step, such as residuals (plan/strategy_state.py)
     buffers             memory of fixed size, used again and again: unsharded weights, messages, casts
 
     rank 0 of 4, ZeRO 3     [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
@@ -25,6 +26,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import owned_params
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
+from meshwright.plan.strategy_state import local_state_nbytes
 
 # actions that allocate activations, and gradients that are not kept
 TRANSIENT_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")
@@ -40,11 +42,13 @@ class StateBytes:
     master: int
     optimizer_states: int
     buffers: int
+    strategy_states: int = 0
 
     @property
     def model_states(self) -> int:
         """The bytes that grow with the model: all but the buffers."""
-        return self.parameters + self.gradients + self.master + self.optimizer_states
+        kept = self.parameters + self.master + self.optimizer_states + self.strategy_states
+        return kept + self.gradients
 
     @property
     def total(self) -> int:
@@ -95,6 +99,9 @@ def _state_bytes(plan: RankPlan, group_states: Sequence[_GroupState]) -> StateBy
             param_state_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
+        strategy_states=sum(
+            local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
+        ),
     )
 
 
@@ -136,8 +143,8 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
 def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
-    The categories are parameters, master, optimizer_states, gradients, buffers, activations, and optimizer:
-    the temporaries of STEP.
+    The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
+    and optimizer: the temporaries of STEP.
     """
     rank_plan = plan.for_rank(rank)
     group_states, peak = list(_group_states(plan, rank_plan.view)), Counter[str]()
@@ -179,6 +186,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
         "parameters": states.parameters,
         "master": states.master,
         "optimizer_states": states.optimizer_states,
+        "strategy_states": states.strategy_states,
     }
     found = {
         **by_category,

@@ -21,7 +21,7 @@ TRACE_CATEGORIES = {  # the categories of a prediction, and those of a trace
     "exposed communication and waiting": (("exposed_comm_s", "idle_s"), ("exposed communication",)),
     "gradient norm and optimizer": (("optimizer_s",), ("optimizer",)),
 }
-STATE_CATEGORIES = ("parameters", "master", "optimizer_states")
+STATE_CATEGORIES = ("parameters", "master", "optimizer_states", "strategy_states")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
             "parameters": states.parameters,
             "optimizer_states": states.optimizer_states,
             **({"master": states.master} if states.master else {}),
+            **({"strategy_states": states.strategy_states} if states.strategy_states else {}),
         }
     return nbytes_by_role
 

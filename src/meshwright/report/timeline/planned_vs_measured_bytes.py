@@ -31,7 +31,10 @@ CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
         "old weights": "buckets",
     },
 }
-CATEGORY_ORDER = ("parameters", "master", "gradients", "optimizer_states", "buckets", "activations")
+CATEGORY_ORDER = (
+    *("parameters", "master", "gradients", "optimizer_states", "strategy_states"),
+    *("buckets", "activations"),
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Never
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
@@ -83,7 +83,7 @@ class ResumeResult:
 
 
 def resume(
-    executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None
+    executor: StepExecutor, plan: Plan, world: World, data_digest: str, step: int | None = None
 ) -> ResumeResult:
     """Loads the newest valid checkpoint of the run's folder (or that of `step`) on every rank.
 
@@ -158,7 +158,7 @@ def check_checkpoints_usable(plan: Plan) -> None:
 
 
 def _find_newest(
-    folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]
+    folder: Path, executor: StepExecutor, consensus: RankConsensus, notes: list[str]
 ) -> Manifest | None:
     path, manifest, rejected = newest_valid_on_all_ranks(
         folder, consensus, lambda manifest, path: _check_resumable(manifest, executor, path)
@@ -184,7 +184,7 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     raise PlanError(text, fix=fix, location=str(folder))
 
 
-def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
+def _find_requested(folder: Path, executor: StepExecutor, consensus: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
     def require_folder() -> bytes:
@@ -209,7 +209,7 @@ def checkpoint_steps_fix(folder: Path) -> str:
     )
 
 
-def _check_resumable(manifest: Manifest, executor: Executor, path: Path) -> None:
+def _check_resumable(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
     saved_run(manifest, path)
     check_model(manifest, executor, path)
 
@@ -225,9 +225,9 @@ def saved_run(manifest: Manifest, path: Path) -> SavedRun:
     return checked_json(meta, SavedRun, f"{path}/{MANIFEST_FILE}", ("meta",))
 
 
-def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
+def check_model(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
     """Raises CheckpointError unless `manifest` of the checkpoint in `path` is of the model of `executor`."""
-    mine = {f"model/{weight.name}": weight.shape for weight in executor.plan.model_spec.params}
+    mine = {f"model/{weight.name}": weight.shape for weight in executor.state.plan.model_spec.params}
     mine |= {
         name: tuple(tensor.shape)
         for name, tensor in executor.state_dict().items()
