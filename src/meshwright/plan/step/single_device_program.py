@@ -40,7 +40,6 @@ from meshwright.plan.step.memory.memory_names import (
 )
 from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
-FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
@@ -130,6 +129,9 @@ def spans_roles(transfer: Transfer) -> bool:
 def stage_role_name(pp_rank: int) -> str:
     """Returns the name of the role of the ranks at index `pp_rank` along pp."""
     return f"pp{pp_rank}"
+
+
+FIRST_ROLE = stage_role_name(0)
 
 
 def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
