@@ -117,7 +117,7 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     if view.plan.block_calls_by_pp_rank:
         pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
     num_ranks = view.plan.mesh.world_size // pp_size
-    first = pp_rank * num_ranks  # no plan uses an axis outside pp, so the ranks of a stage follow one another
+    first = pp_rank * num_ranks  # nothing lies outside pp, so the ranks of a stage follow one another
     return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
 
 
