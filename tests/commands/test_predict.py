@@ -51,7 +51,6 @@ def folder(tmp_path: Path) -> Path:
     series = AllReduceSeries("backend", 2, (1024, 1 << 20), (1e-4, 2e-3), (0, 0))
     write_cluster(
         Cluster(
-            1,
             "2026-01-01",
             "A CPU",
             "2.13",

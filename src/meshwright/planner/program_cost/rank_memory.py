@@ -15,7 +15,7 @@ Activations, and the gradients of one block between its backward and the PACK af
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from meshwright.plan.job.job import Job
@@ -79,10 +79,14 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     The optimizer states are those of the optimizers that the job names; nothing is known of an optimizer that
     the caller makes.
     """
-    precision, rank_plan = plan.job.precision.effective, plan.for_rank(rank)
+    rank_plan = plan.for_rank(rank)
+    return _state_bytes(rank_plan, list(_group_states(plan, rank_plan.view)))
+
+
+def _state_bytes(plan: RankPlan, group_states: Sequence[_GroupState]) -> StateBytes:
+    precision = plan.job.precision.effective
     width = FLOAT_NBYTES[precision.master]
-    group_states = list(_group_states(plan, rank_plan.view))
-    gradients, buffers = _gradient_and_buffer_nbytes(rank_plan)
+    gradients, buffers = _gradient_and_buffer_nbytes(plan)
     return StateBytes(
         parameters=sum(each.parameter_nbytes for each in group_states),
         gradients=gradients,
@@ -96,7 +100,7 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
         strategy_states=sum(
-            local_state_nbytes(spec, rank_plan.view) for specs in rank_plan.states.values() for spec in specs
+            local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
         ),
     )
 
@@ -143,11 +147,8 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     and optimizer: the temporaries of STEP.
     """
     rank_plan = plan.for_rank(rank)
-    group_states, states, peak = (
-        list(_group_states(plan, rank_plan.view)),
-        state_bytes(plan, rank),
-        Counter[str](),
-    )
+    group_states, peak = list(_group_states(plan, rank_plan.view)), Counter[str]()
+    states = _state_bytes(rank_plan, group_states)
     update = max(
         (param_update_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params),
         default=0,
