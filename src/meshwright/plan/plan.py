@@ -300,7 +300,8 @@ class Plan:
             ],
             "block_calls": list(self.model_spec.block_calls),
             "params": params,
-            **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.sharding) else {}),
+            # what rank 0 has decides, as in the hashes of plans that were written before
+            **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.rank_view(0)) else {}),
             **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
             **(
                 {"hidden": [w.name for w in self.model_spec.params if w.is_hidden_matrix]}
@@ -358,8 +359,8 @@ def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
     ]
 
 
-def _slices_params(sharding: ShardingPlan) -> bool:
-    return any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings)
+def _slices_params(view: RankView) -> bool:
+    return any(param_sharding.sliced_dims for param_sharding in view.param_shardings)
 
 
 def _all_roles(
