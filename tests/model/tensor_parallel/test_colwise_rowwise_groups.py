@@ -105,7 +105,7 @@ def test_layers_stay_whole_where_a_parameter_on_their_features_would_get_a_wrong
 
 
 def test_an_overlooked_norm_between_colwise_and_rowwise_layers_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(colwise_rowwise_groups._GroupSearch, "_num_units_met", lambda *args: 0)
+    monkeypatch.setattr(colwise_rowwise_groups._GroupSearch, "_num_units_met", lambda *args: {})
     analyzed = analyzed_model(heads)
     assert (role(analyzed, "up.weight"), role(analyzed, "heads.bias")) == ("colwise", "norm")
     assert not verdict(analyzed, 2).passed

@@ -25,6 +25,7 @@ unsharded.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -93,8 +94,8 @@ class _GroupSearch:
     def candidate_groups(
         self, refused: Collection[FeatureNode]
     ) -> tuple[list[tuple[list[FeatureNode], list[FeatureNode]]], FeatureIds]:
-        """Returns rowwise layers and their sources, group by group, and the labels of all features needed in
-        full.
+        """Returns rowwise layers and their sources, group by group, and whether features with a label are
+        needed in full, by label.
         """
         whole = [numbers[numbers >= 0].reshape(-1) for numbers in self._flow.unsplit_features]
         merged: list[tuple[list[FeatureNode], list[FeatureNode]]] = []
@@ -126,14 +127,16 @@ class _GroupSearch:
         for node in (node for rowwise in taken for node in rowwise if node in used):
             whole.append(np.arange(node.first_feature, node.first_feature + node.width))
         numbers = np.concatenate(whole) if whole else np.zeros(0, dtype=int)
-        return merged, np.unique(self._unit_labels[numbers])
+        is_needed = np.zeros(self._flow.num_features, dtype=bool)
+        is_needed[self._unit_labels[numbers]] = True
+        return merged, is_needed
 
     def touches_unsplit(
         self, escaped: FeatureIds, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]
     ) -> bool:
         """Whether features of `sources` are needed in full."""
         return any(
-            np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], escaped).any()
+            escaped[self._unit_labels[node.first_feature : node.first_feature + node.width]].any()
             for node in sources
         )
 
@@ -167,20 +170,14 @@ class _GroupSearch:
             _has_shared_features(dim_split) for dim_split in input_splits.values()
         ):
             return None
-        units_by_param = {
-            name: self._num_units_met(met, units) for name, met in self._flow.param_features.items()
-        }
+        units_by_param = self._num_units_met(units)
         # one norm per head: the assignment to heads is the model's
-        if any(0 < met < len(units) for met in units_by_param.values()):
+        if any(met < len(units) for met in units_by_param.values()):
             return None
         # one summand of its gradient is not sharded
-        if any(met and name in self._flow.params_without_features for name, met in units_by_param.items()):
+        if not self._flow.params_without_features.isdisjoint(units_by_param):
             return None
-        return LayerGroup(
-            _without_none(output_splits),
-            _without_none(input_splits),
-            tuple(name for name, met in units_by_param.items() if met),
-        )
+        return LayerGroup(_without_none(output_splits), _without_none(input_splits), tuple(units_by_param))
 
     def _may_have_role(self, node: FeatureNode, role: str) -> bool:
         return node.name not in self._excluded and self._roles.get(node.name, UNDECLARED) in (
@@ -188,12 +185,26 @@ class _GroupSearch:
             role,
         )
 
-    def _num_units_met(self, met: Iterable[FeatureIds], units: FeatureIds) -> int:
-        return len(
-            np.intersect1d(
-                self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in met])], units
-            )
-        )
+    def _num_units_met(self, units: FeatureIds) -> dict[str, int]:
+        """Returns the number of `units` of which a parameter meets features, for those that meet any."""
+        labels, params = self._labels_met
+        begins, ends = (np.searchsorted(labels, units, side=side) for side in ("left", "right"))
+        met = [params[begin:end] for begin, end in zip(begins, ends, strict=True) if begin < end]
+        counts = np.bincount(np.concatenate(met)) if met else np.zeros(0, dtype=int)
+        names = list(self._flow.param_features)
+        return {names[index]: int(counts[index]) for index in np.flatnonzero(counts)}
+
+    @cached_property
+    def _labels_met(self) -> tuple[FeatureIds, FeatureIds]:
+        """The labels of the features that parameters meet, in order, and the indices of these parameters."""
+        met = [
+            np.unique(self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in each])])
+            for each in self._flow.param_features.values()
+        ]
+        labels = np.concatenate(met) if met else np.zeros(0, dtype=int)
+        params = np.repeat(np.arange(len(met)), [len(each) for each in met])
+        order = np.argsort(labels, kind="stable")
+        return labels[order], params[order]
 
     def _covers(self, units: FeatureIds, sources: Iterable[FeatureNode]) -> bool:
         """Whether every feature of `sources` belongs to a unit."""

@@ -92,8 +92,6 @@ class FeatureFlow:
         self._parameters: Mapping[int, str] = {}
         # by id of a tensor computed from parameters only: the names of these
         self._params_behind: dict[int, set[str]] = {}
-        # by feature id: whether it belongs to a per-head table
-        self._is_table_feature = np.zeros(0, dtype=bool)
 
     def read(self, recording: Recording) -> "FeatureFlow":
         """Follows a recorded forward, and returns itself.
@@ -238,11 +236,12 @@ class FeatureFlow:
         self.nodes.append(
             FeatureNode(name, kind, self.block_call, self.num_features, width, input_features, arg)
         )
-        self._is_table_feature = np.concatenate([self._is_table_feature, np.full(width, kind == "table")])
         self.num_features += width
 
     def _are_table_features(self, features: FeatureIds) -> bool:
-        return bool(self._is_table_feature[features[features != NO_FEATURE]].all())
+        starts = [node.first_feature for node in self.nodes]
+        indices = np.searchsorted(starts, features[features != NO_FEATURE], side="right") - 1
+        return all(self.nodes[index].kind == "table" for index in np.unique(indices))
 
     def _note_params(self, inputs: list[TensorRecord], out: object) -> None:
         """Notes parameters that meet features, directly or through tensors made of them alone (1 + weight):
