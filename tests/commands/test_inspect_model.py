@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.commands.inspect_model import explain_model, write_explanation
+from meshwright.model.recording.recording_json import load_recording
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.plan.job.errors import PlanError
 
 LLAMA = {
@@ -147,3 +149,19 @@ def test_more_stages_than_blocks_are_reported_after_the_tables(config: Path):
     done = CliRunner().invoke(app, ["inspect", str(config), "--mesh.pp", "48"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())
+
+
+def test_a_recording_is_written_and_read_again(config: Path, tmp_path: Path):
+    path = tmp_path / "recording.json.gz"
+    result = CliRunner().invoke(app, ["inspect", str(config), "--record", str(path)])
+    assert result.exit_code == 0, result.output
+    recording = load_recording(path)
+    assert recording.block_calls[:2] == ("model.embed_tokens", "model.layers.0")
+    assert recording.num_samples == PROBE_BATCH
+
+
+def test_a_model_without_a_forward_has_no_recording(config: Path, tmp_path: Path):
+    arguments = ["inspect", str(config), "--record", str(tmp_path / "r.json"), "model.source=net.py:Net"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code != 0
+    assert not (tmp_path / "r.json").exists()

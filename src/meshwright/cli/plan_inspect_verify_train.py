@@ -95,6 +95,10 @@ def inspect(
     context: typer.Context,
     config: ConfigArgument,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the description here too.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option("--record", help="Write the recording of a forward here (FILE.json or FILE.json.gz)."),
+    ] = None,
 ) -> None:
     """Show what the model of a config is made of: blocks, parameters, tensor-parallel layers."""
     with exit_on_error(context):
@@ -103,6 +107,8 @@ def inspect(
         console.print(command.explanation_view(explanation))
         if as_json is not None:
             command.write_explanation(explanation, as_json)
+        if record is not None:
+            command.write_recording(explanation, record)
         raise_diagnostics(explanation.diagnostics)
 
 

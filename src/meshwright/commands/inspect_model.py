@@ -12,6 +12,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.model_report import ModelReport, make_model_report
 from meshwright.model.analysis.plan_for_model import model_spec_for
 from meshwright.model.loading.loader import load_model
+from meshwright.model.recording.recording_json import save_recording
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
@@ -135,3 +136,14 @@ def write_explanation(explanation: ModelExplanation, path: Path) -> None:
     }
     with refuse_write_errors("the explanation", path, "name another file: --json"):
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def write_recording(explanation: ModelExplanation, path: Path) -> None:
+    """Writes the recording of a forward of the model.
+
+    Raises PlanError for a model whose forward fails, and when the file cannot be written.
+    """
+    if explanation.report.analyzed is None:
+        raise_diagnostics(explanation.diagnostics)
+        return
+    save_recording(explanation.report.analyzed.record_forward(), path)

@@ -11,5 +11,6 @@ context_parallel     runs a forward on a shard of each sequence
 loss                 losses, and what they take of a model's outputs
 blocks               finds blocks, runs them with the graph cut between them
 hf                   code for the Hugging Face libraries
+recording            one recording of a forward, which analyses read
 tensors              building blocks: modes, random numbers, nested containers
 """

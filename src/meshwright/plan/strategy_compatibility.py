@@ -107,6 +107,10 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
     for axis in (each for each in MESH_AXES if each.awaits and each.name in idle):
         text = f"{axis.name} = {sharding.mesh.size(axis.name)}: no strategy uses the axis {axis.name} yet"
         yield Diagnostic(text, f"set it to 1; {axis.awaits} will use it", f"mesh.{axis.name}")
+    for stage_axis in sharding.stage_axes:
+        for axis in (each for each in AXES[: AXES.index(stage_axis)] if sharding.mesh.size(each) > 1):
+            text = f"the ranks of a stage do not follow one another: {axis} lies outside {stage_axis}"
+            yield Diagnostic(text, f"set it to 1, or mesh.{stage_axis}", f"mesh.{axis}")
     idle = [axis for axis in idle if axis in STRATEGY_AXES]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)

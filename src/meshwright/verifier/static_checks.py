@@ -140,7 +140,9 @@ def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     if stepped_microbatches(actions):
         yield from _check_microbatch_updates(plan, actions)
         return
-    found = {action.kind: action for action in actions if action.kind in ("CLIP", "STEP")}
+    found = {
+        action.kind: action for action in actions if action.kind in ("CLIP", "STEP")
+    }  # of several STEPs, each of a parameter group, the last one
     if len(found) < 2:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
@@ -149,15 +151,17 @@ def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         action for action in actions[:last] if reads_summed_grads(action) or action.kind == "STEP"
     ):
         yield f"{action.name} comes before {actions[last].name} has added to the gradients"
-    for kind, action in found.items():
-        left_out = _weights_missing_in(plan, action.tensors)
+    for kind in found:
+        reached = (name for action in actions if action.kind == kind for name in action.tensors)
+        left_out = _weights_missing_in(plan, reached)
         if left_out:
             yield f"{kind} leaves out {left_out}"
-    awaited_names = transitive_waits(actions, found["STEP"])
-    if found["CLIP"].name not in awaited_names:
-        yield "STEP does not wait for CLIP"
-    elif "TOKEN_COUNT()" not in awaited_names:
-        yield "STEP does not wait for TOKEN_COUNT"
+    for step in (action for action in actions if action.kind == "STEP"):
+        awaited_names = transitive_waits(actions, step)
+        if found["CLIP"].name not in awaited_names:
+            yield f"{step.name.removesuffix('()')} does not wait for CLIP"
+        elif "TOKEN_COUNT()" not in awaited_names:
+            yield f"{step.name.removesuffix('()')} does not wait for TOKEN_COUNT"
 
 
 def _weights_missing_in(plan: RankPlan, names: Iterable[str]) -> str:

@@ -35,11 +35,11 @@ def test_a_graph_is_cut_where_an_action_is_between_backwards(
 
 
 def test_an_action_within_a_stage_is_noticed():
-    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1).for_rank(0)
+    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1)
 
     def disturbed(actions: list[Action]) -> list[Action]:
         at = next(i for i, action in enumerate(actions) if action.kind == "B")
         return [*actions[: at + 1], Action("LOOK"), *actions[at + 1 :]]
 
-    assert not needs_graph_cuts(plan)
-    assert needs_graph_cuts(replace(plan, program=plan.program.edit(disturbed)))
+    assert not needs_graph_cuts(plan.for_rank(0))
+    assert needs_graph_cuts(replace(plan, program=plan.program.edit(disturbed)).for_rank(0))

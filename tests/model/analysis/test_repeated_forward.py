@@ -11,8 +11,9 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.model.analysis.repeated_forward import MAX_RUNS, OperationRecorder
+from meshwright.model.analysis.repeated_forward import MAX_RUNS, model_operations
 from meshwright.plan.job.errors import PlanError
+from tests.model.recording.recorded_functions import record_function
 from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import Tiny, token_samples
 
@@ -148,10 +149,7 @@ def test_operations_have_the_parameters_and_constants_that_they_take():
     def run() -> torch.Tensor:
         return module(torch.ones(1, 2)) * 3
 
-    recorder = OperationRecorder(module)
-    recorder.record(run)
-    names = [(each.name, each.params, each.constants) for each in recorder.operations]
+    operations = model_operations(record_function(run, module))
+    names = [(each.name, each.params, each.constants) for each in operations]
     assert names[-2:] == [("linear", ("weight", "bias"), ()), ("mul", (), ("3",))]
-    assert {each.code.partition(" is ")[2] for each in recorder.operations} == {
-        "return module(torch.ones(1, 2)) * 3"
-    }
+    assert {each.code.partition(" is ")[2] for each in operations} == {"return module(torch.ones(1, 2)) * 3"}

@@ -5,8 +5,10 @@ from torch import nn
 
 from meshwright.api import analyze
 from meshwright.model.blocks.saved_activations import SavedActivations
+from meshwright.model.recording.forward_recording import SavedTensor
 from tests.model.block_backward import Block, Chain
 from tests.model.blocks.test_block_forward_backward import X
+from tests.model.recording.recorded_functions import record_function
 
 
 def inside_of(block, glue=None) -> dict[str, int]:
@@ -44,16 +46,24 @@ def test_a_mask_counts_by_its_bytes_and_one_that_is_given_not_at_all():
 
 
 def test_what_two_block_calls_save_was_made_by_neither():
-    where = ["a"]
-    inside, shared = SavedActivations(lambda: where[0]), torch.ones(7, requires_grad=True).exp()
-    with inside.recording():
-        kept = [shared.sin()]
-        mine = shared.cos().sin()
-        where[0] = "b"
-        kept.append(shared.sin())
-    assert inside.numel(["a", "b"]) == [7, 0]
-    inside.exclude([mine, *kept])
-    assert inside.numel(["a", "b"]) == [7, 0]
+    def block(block: Block, x: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return block.linear(x).sin() + shared.sin()
+
+    def glue(model: Chain, x: torch.Tensor) -> torch.Tensor:
+        return model.layers[1](model.layers[0](x, x.exp()), x.exp())
+
+    assert inside_of(block, glue) == {"layers.0": 6, "layers.1": 6}  # what its own sine takes
+
+
+def test_kept_memory_does_not_count():
+    def run() -> torch.Tensor:
+        return torch.ones(7, requires_grad=True).cos().sin()
+
+    recording = record_function(run)
+    kept = [event.tensor.storage for event in recording.events if isinstance(event, SavedTensor)]
+    assert len(kept) == 2
+    assert SavedActivations(recording, kept[:1]).numel([""]) == [7]
+    assert SavedActivations(recording, kept).numel([""]) == [0]
 
 
 def test_a_module_without_blocks_is_one_block_call():

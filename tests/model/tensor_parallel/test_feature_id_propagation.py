@@ -17,6 +17,7 @@ from meshwright.model.tensor_parallel.feature_id_propagation import (
     output_features,
     view_features,
 )
+from tests.model.recording.recorded_functions import record_of
 
 
 @pytest.mark.parametrize(
@@ -64,8 +65,8 @@ def test_classes_are_the_connected_components_of_ties(pairs: list[tuple[int, int
 
 def test_a_tensor_beside_features_ties_along_the_dims_in_which_it_changes():
     carried, numbers = CarriedFeatures(), np.arange(6).reshape(1, 2, 3)
-    assert carried.tie_to_other(numbers, torch.ones(3), 3).shape == (1, 2, 1)
-    assert carried.tie_to_other(numbers, torch.ones(4, 1, 1), 3).shape == (1, 2, 3)
-    constant = torch.ones(4, 2, 3)
+    assert carried.tie_to_other(numbers, record_of(torch.ones(3)), 3).shape == (1, 2, 1)
+    assert carried.tie_to_other(numbers, record_of(torch.ones(4, 1, 1)), 3).shape == (1, 2, 3)
+    constant = record_of(torch.ones(4, 2, 3))
     carried.set_constant(constant)
     assert carried.tie_to_other(numbers, constant, 3).shape == (1, 2, 3)

@@ -15,7 +15,8 @@ from meshwright.model.trial.fake_tensor_forward import (
     TrialFindings,
     make_fake,
     param_block_calls,
-    run_trial,
+    read_trial,
+    record_trial,
 )
 from tests.model.block_backward import analyze_model
 
@@ -24,7 +25,8 @@ X = torch.linspace(-1, 1, PROBE_BATCH * 6).view(PROBE_BATCH, 6)
 
 def seen(module: nn.Module, x: torch.Tensor = X, announced: list[str] | None = None) -> TrialFindings:
     told = [] if announced is None else announced
-    return run_trial(module.train(), find_blocks(module), told.append, lambda: module(x))
+    trial = record_trial(module.train(), find_blocks(module), told.append, lambda: module(x))
+    return read_trial(trial.recording)
 
 
 def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():

@@ -7,7 +7,8 @@ An optimizer steps only parameters that have a gradient, so one call per paramet
 once. An optimizer of the user may count its calls; it gets all gradients at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from meshwright.engine.optim.step_grad_scale import clear_grad_scale, clip_in_st
 from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.program import Action
 
 
@@ -40,6 +42,11 @@ class OptimizerUpdate:
             ]
             for clip in clips
         }
+        if is_user_made and any(action.kind == "STEP" and action.subject for action in plan.actions):
+            text = "the plan steps one parameter group after the other, and an optimizer that was passed may "
+            text += "count its steps"
+            fix = "pass no optimizer: name one in the job (optimizer.name)"
+            raise PlanError(text, fix=fix, location="optimizer")
         self._divisor, self._checked = 1.0, False
         # no rank knows the norm: GLOBAL_NORM adds it up
         self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
@@ -75,16 +82,24 @@ class OptimizerUpdate:
         elif self.loss_scale is not None and not self._casts:
             divide_in_step(self._optimizers, parameters, self._divisor)
 
-    def step(self) -> None:
-        """Steps the optimizers, and updates the weights from what was stepped."""
+    def step(self, names: Iterable[str] | None = None) -> None:
+        """Steps the optimizers, and updates the weights from what was stepped.
+
+        With `names`, the parameters of a group alone.
+        """
         self._store.master_weights.assign_alias_grads()
         groups = list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
-        if not self._casts:
-            self._step_all()
-        elif not self._buffer.numel():
+        if self._casts and not self._buffer.numel():
             sizes = [sum(parameter.numel() for parameter in group.parameters) for group in groups]
             like = next((group.parameters[0].detach() for group in groups if group.parameters), self._buffer)
             self._buffer = like.new_empty(sum(sizes) if self._is_user_made else max(sizes, default=0))
+        chosen = None
+        if names is not None:
+            chosen = {id(self._optimizer_params[name]) for name in names if name in self._optimizer_params}
+            groups = [group for group in groups if not chosen.isdisjoint(map(id, group.parameters))]
+        if not self._casts:
+            with self._hide_gradients(chosen):
+                self._step_all()
         for group in (_merge_groups(groups),) if self._casts and self._is_user_made else groups:
             if self._casts:
                 self._cast(group)
@@ -94,7 +109,7 @@ class OptimizerUpdate:
             group.finish()
         if not self._checked:
             check_dtypes_match_plan(self._state.plan, self._live_tensors(groups))
-            self._checked = True
+            self._checked = names is None
 
     def clear_grad_scale(self) -> None:
         """Lets the next step use its gradients as they are."""
@@ -107,6 +122,17 @@ class OptimizerUpdate:
             )
         else:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+    @contextmanager
+    def _hide_gradients(self, chosen: Container[int] | None) -> Iterator[None]:
+        """Lets the optimizers see the gradients of the parameters with ids in `chosen` alone; None: all."""
+        hidden = [] if chosen is None else [p for p in self._optimizer_params.values() if id(p) not in chosen]
+        gradients = [parameter.grad for parameter in hidden]
+        for parameter in hidden:
+            parameter.grad = None
+        yield
+        for parameter, gradient in zip(hidden, gradients, strict=True):
+            parameter.grad = gradient
 
     def _step_all(self) -> None:
         for optimizer in self._optimizers:

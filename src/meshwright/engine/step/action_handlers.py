@@ -27,6 +27,10 @@ class ActionHandlers:
         self._trained_params = list(state.trained_module.trainable_parameters.values())
         self._loss_sum_names = [action.name for action in plan.actions if action.kind == "LOSS_SUM"]
         self._bucket_actions = bucket_actions(plan.actions)
+        steps = [action for action in plan.actions if action.kind == "STEP"]  # several: one per group
+        self._last_steps = {action.microbatch: action.name for action in steps}
+        self._first_steps = {action.microbatch: action.name for action in reversed(steps)}
+        self._updates = False  # whether the STEPs of this update step
         self._is_primary_rank = plan.is_primary_rank(state.world.rank)
         self.handlers: dict[str, Handler] = {
             "TOKEN_COUNT": state.token_counter.count,
@@ -142,18 +146,23 @@ class ActionHandlers:
             self._state.update.clip(action)
 
     def step(self, action: Action) -> None:
-        """Steps the optimizers, unless nothing counted or the step is harmful; clears the gradients.
+        """Steps all parameters, or those of a group, unless nothing counted or the step is harmful.
 
-        Raises LossSpikeError for a harmful step that ends the run.
+        The last STEP of an update clears the gradients. Raises LossSpikeError for a harmful step that ends
+        the run.
         """
         state = self._state
-        if (
-            state.token_counter.loss_weight(action.microbatch)
-            and self._is_primary_rank
-            and not self._has_overflowed()
-            and not self._is_harmful()
-        ):
-            state.update.step()
+        if action.name == self._first_steps[action.microbatch]:
+            self._updates = (
+                bool(state.token_counter.loss_weight(action.microbatch))
+                and self._is_primary_rank
+                and not self._has_overflowed()
+                and not self._is_harmful()
+            )
+        if self._updates:
+            state.update.step(action.tensors if action.subject else None)
+        if action.name != self._last_steps[action.microbatch]:
+            return
         self._end_update()
         self._step_is_open = action.microbatch is not None  # more updates may follow
         if state.step.spike is not None and state.spike_detector is not None:

@@ -8,25 +8,22 @@ in eval mode stays in eval mode.
 """
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.find_model_loss import find_loss_inputs
-from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
-from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
+from meshwright.model.analysis.record_model import record_model, run_trials
 from meshwright.model.analysis.sharding_trials import (
-    add_residual_stream,
     find_sequence_info,
     get_blocks,
     make_trial_factory,
-    make_trial_module,
     repeat_samples,
     set_training_mode,
     try_splits_on_slices,
@@ -44,25 +41,25 @@ from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.as_loss import check_is_sum
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_saved_numel
+from meshwright.model.recording.forward_recording import Recording
 from meshwright.model.rng.sharded_draws import sites_between_layers
-from meshwright.model.rng.stateless_dropout import record_draw_sites
-from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
+from meshwright.model.rng.stateless_rng import DrawSites
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
+from meshwright.model.tensor_parallel.residual_stream_trace import trace_residual_stream
+from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.tensors.fake_tensor_limits import depends_on_values, without_fake_tensor_log
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
     make_fake,
     param_block_calls,
-    run_trial,
 )
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import ROOT, BatchTensor, ModelSpec, ParamSpec, block_of
+from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec, block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 
@@ -70,10 +67,6 @@ if TYPE_CHECKING:
     from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
 
 Example = Mapping[str, torch.Tensor]
-SECOND_BATCH_SIZE = 5
-# findings, draw sites, and the outputs that the loss reads
-TrialResult = tuple[TrialFindings, DrawSites, tuple[BatchTensor, ...]]
-FindLossInputs = Callable[[TrialFindings, TrialFindings | None], tuple[BatchTensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +104,11 @@ class AnalyzedModel:
         length.
         """
         return analyze(self.loaded_model, example, self.loss)
+
+    def record_forward(self) -> Recording:
+        """Returns the recording of a forward on the example, as the analysis reads it."""
+        inputs = {each.name: self.example_samples[each.name] for each in self.model_spec.inputs}
+        return record_model(self.loaded_model, self.block_names, inputs)
 
     @cached_property
     def sequence_info(self) -> SequenceInfo | None:
@@ -225,26 +223,26 @@ def analyze(
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
-    findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
+    run = partial(run_trials, plan, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
+    findings, trial, sites, outputs = run(names, whole_batch=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
     # the forwards of the blocks are never called: the model calls their submodules
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
-        findings, sites, outputs = _run_trial(plan, names, inputs, find_inputs, roles, other=other)
-    check_is_sum(loss, example_samples, findings.outputs)
-    divisible = find_shardable_layers(
-        module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
-    )
+        findings, trial, sites, outputs = run(names, whole_batch=other)
+    check_is_sum(loss, example_samples, trial.outputs)
+    try_splits = partial(try_splits_on_slices, plan, names, inputs)
+    divisible = find_shardable_layers(module, findings, trial, layer_roles, roles, loss, try_splits)
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
     model_spec = replace(
-        add_residual_stream(model_spec, plan, names, inputs),
+        _add_residual_stream(model_spec, trial.recording),
         has_dropout=bool(sites.layouts),
         inputs=batch_columns(inputs),
         targets=batch_columns(targets),
         outputs=outputs,
         needs_global_batch=other,
-        loss_saved_numel=loss_saved_numel(loss, example_samples, findings.outputs) // PROBE_BATCH,
+        loss_saved_numel=loss_saved_numel(loss, example_samples, trial.outputs) // PROBE_BATCH,
     )
     unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])
     clear_fake_caches(module)
@@ -313,84 +311,17 @@ def _build_model_spec(
     )
 
 
-def _run_trial(
-    plan: DeferredInit,
-    names: tuple[str, ...],
-    inputs: Example,
-    find_loss_inputs: FindLossInputs,
-    layers: Mapping[str, str],
-    *,
-    other: bool,
-) -> TrialResult:
-    batches = {
-        batch: {key: repeat_samples(value, batch) for key, value in inputs.items()}
-        for batch in (PROBE_BATCH, SECOND_BATCH_SIZE)
-    }
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = make_trial_module(plan)
-    make_fake(module, mode)
-    recorder, result = OperationRecorder(module), None
-    try:
-        with mode, without_fake_tensor_log():
-            fake_batches = {
-                batch: {key: mode.from_tensor(value) for key, value in samples.items()}
-                for batch, samples in batches.items()
-            }
-            result = _forwards(recorder, names, fake_batches, find_loss_inputs, layers, other=other)
-    except PlanError:
-        raise
-    except Exception as error:
-        if not depends_on_values(error):
-            raise trial_error(error, inputs, module) from error
-    if reads_values := result is None:
-        module = make_trial_module(plan)
-        # batched experts on real tensors need expert weights per token
-        use_eager_experts(module)
-        plan.materialize(module)
-        recorder = OperationRecorder(module)
-        try:
-            result = _forwards(recorder, names, batches, find_loss_inputs, layers, other=other)
-        except PlanError:
-            raise
-        except Exception as error:
-            raise trial_error(error, inputs, module) from error
-    findings, sites, _ = result
-    if not reads_values and any(parameter.requires_grad for parameter in module.parameters()):
-        check_outputs_need_grad(findings.outputs)
-    repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
-    findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
-    return result
+def _add_residual_stream(model_spec: ModelSpec, recording: Recording) -> ModelSpec:
+    """Returns `model_spec` with the path of the residual stream and the sums in which rowwise layers end.
 
-
-def _forwards(
-    recorder: OperationRecorder,
-    names: tuple[str, ...],
-    batches: Mapping[int, Example],
-    find_loss_inputs: FindLossInputs,
-    layers: Mapping[str, str],
-    *,
-    other: bool,
-) -> TrialResult:
-    module, rng = recorder.module, StatelessRNG(seed=0)
-    blocks = get_blocks(module, names)
-
-    def forward(batch: int, record: Callable[[Callable[[], Any]], Any]) -> TrialFindings:
-        with record_draw_sites(rng, batch):
-            return run_trial(
-                module,
-                blocks,
-                rng.enter_block,
-                lambda: record(lambda: module(**batches[batch])),
-                layers,
-                lambda: rng.num_draws,
-            )
-
-    findings, second = forward(PROBE_BATCH, recorder.record), None
-    has_scalars = any(graph.shapes for graph in findings.output_graphs)
-    # a second size separates the batch dim from other dims of the same size
-    if rng.sites.layouts or has_scalars or other:
-        second = forward(SECOND_BATCH_SIZE, lambda run: run())
-    return findings, rng.sites, find_loss_inputs(findings, second)
+    A model without colwise layers is returned unchanged.
+    """
+    if not any(call.role == "colwise" for call in model_spec.layer_calls):
+        return model_spec
+    rowwise_layers = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
+    calls, flows = trace_residual_stream(recording, model_spec.layer_calls)
+    calls = FusedAllReduces(recording, rowwise_layers).mark_calls(calls)
+    return replace(model_spec, layer_calls=calls, residual_flows=flows)
 
 
 def _check_example(example: Example) -> None:

@@ -15,7 +15,7 @@ from meshwright.model.loss.loss_inputs import loss_inputs
 from meshwright.model.loss.model_loss import OWN_LOSS_FIX, label_keys, read_model_loss
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values, without_fake_tensor_log
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, TrialFindings, make_fake
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, RecordedTrial, make_fake
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
@@ -75,15 +75,15 @@ def _forward_error(error: Exception, samples: Example) -> PlanError:
 
 
 def find_loss_inputs(
-    loss: Loss, example: Example, findings: TrialFindings, second: TrialFindings | None
+    loss: Loss, example: Example, first: RecordedTrial, second: RecordedTrial | None
 ) -> tuple[BatchTensor, ...]:
     """Returns the outputs of a trial, with those that are computed over all samples; `second` has another
     number of samples.
     """
     if second is None:
-        return loss_inputs(loss, example, findings.outputs)
-    columns = loss_inputs(loss, example, findings.outputs, second.outputs)
-    graphs = zip(columns, findings.output_graphs, second.output_graphs, strict=True)
+        return loss_inputs(loss, example, first.outputs)
+    columns = loss_inputs(loss, example, first.outputs, second.outputs)
+    graphs = zip(columns, first.output_graphs, second.output_graphs, strict=True)
     return tuple(
         replace(column, statistic=graph.statistic(other, whole_batch=loss.whole_batch))
         for column, graph, other in graphs

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.analysis.analyze import SECOND_BATCH_SIZE, AnalyzedModel
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.analysis.record_model import SECOND_BATCH_SIZE
 from meshwright.model.context_parallel.block_input_sharding import SingleRankForward
 from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.pipeline.forward_graph import ForwardGraph, ForwardRecord, build_forward_graph

@@ -20,33 +20,32 @@ inside of another library) are not seen; nor is a branch that is taken in less t
 
 import linecache
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from meshwright.model.analysis.sharding_trials import make_trial_module
 from meshwright.model.hf.model_from_config import use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
+from meshwright.model.recording.forward_recording import Opaque, Recording, TensorRecord
+from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.tensors.fake_tensor_limits import without_fake_tensor_log
 from meshwright.model.tensors.function_modes import VALUE_READS
 from meshwright.model.trial.fake_tensor_forward import make_fake
 from meshwright.plan.job.errors import PlanError
 
+Result = TypeVar("Result")
 MAX_RUNS = 12
 SMALL_DRAW = 2.0**-16  # below the probability of any layer drop
-PACKAGE, TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
-TORCH_MODULES = str(Path(nn.modules.__file__).parent)
 DRAWS_FIX = (
     "draw with torch.rand or F.dropout, whose numbers belong to samples and steps, or when the data is "
     "prepared; or turn off what draws (in transformers: layerdrop = 0, apply_spec_augment = False)"
@@ -84,36 +83,18 @@ class RepeatedForward:
 
     deferred_init: DeferredInit
     batch: Mapping[str, torch.Tensor]
-    reads_values: bool
+    reads_values: bool = False
 
-    def check(self, trial: list[Operation], *, draws: bool) -> tuple[str, ...]:
-        """Returns the generators outside of torch that the forward uses.
+    def run(
+        self,
+        forward: Callable[[nn.Module, Mapping[str, torch.Tensor]], Result],
+        rng: StatelessRNG,
+        seed: int | None = 1,
+    ) -> tuple[Result, tuple[str, ...]]:
+        """Returns `forward(module, batch)` of a fresh module, and the generators that it used.
 
-        `trial` are the operations of a trial on the same batch, and `draws` says whether it drew by torch.
-        Raises PlanError if the forward computes something else when it runs again.
+        torch's functions draw from `rng`, and generators of the module start at `seed`, if that is not None.
         """
-        second, sources = self._run(1)
-        if draws and self.reads_values:
-            self._check_draws(second)
-        if trial == second and not sources:
-            return ()
-        for seed in range(2, MAX_RUNS if sources else 3):
-            other, more = self._run(seed)
-            sources = tuple(dict.fromkeys((*sources, *more)))
-            if (found := _first_difference(second, other)) is not None:
-                given = f"draws from {' and '.join(sources)}" if sources else "reads a clock, or the system"
-                when, fix = f"when it runs again, because it {given}", DRAWS_FIX if sources else CLOCK_FIX
-                raise _repeat_error(when, second, other, found, fix)
-        return sources
-
-    def _check_draws(self, second: list[Operation]) -> None:
-        other, _ = self._run(1, SMALL_DRAW)
-        one, another = ([each._replace(constants=()) for each in run] for run in (second, other))
-        if (found := _first_difference(one, another)) is not None:
-            raise _repeat_error("for other draws of torch", one, another, found, LAYER_DROP_FIX)
-
-    def _run(self, seed: int, draw: float = 0.5) -> tuple[list[Operation], tuple[str, ...]]:
-        """Returns the operations of a run, and the generators that it used. torch's functions draw `draw`."""
         module = make_trial_module(self.deferred_init)
         num_samples = len(next(iter(self.batch.values())))
         with ExitStack() as stack:
@@ -125,66 +106,97 @@ class RepeatedForward:
                 mode = FakeTensorMode(allow_non_fake_inputs=True)
                 make_fake(module, mode)
                 stack.enter_context(mode)
+                stack.enter_context(without_fake_tensor_log())
                 batch = {key: mode.from_tensor(value) for key, value in batch.items()}
-            _reseed_generators(module, seed)
-            before, recorder = _generator_states(module), OperationRecorder(module)
-            stack.enter_context(record_draw_sites(StatelessRNG(0, trial_draw=draw), num_samples))
-            recorder.record(lambda: module(**batch), keep_errors=True)
+            if seed is not None:
+                _reseed_generators(module, seed)
+            before = _generator_states(module)
+            stack.enter_context(record_draw_sites(rng, num_samples))
+            result = forward(module, batch)
         after = _generator_states(module)
-        return recorder.operations, tuple(name for name in after if after[name] != before[name])
+        return result, tuple(name for name in after if after[name] != before[name])
 
+    def check(self, trial: list[Operation], *, draws: bool) -> tuple[str, ...]:
+        """Returns the generators outside of torch that the forward uses.
 
-class OperationRecorder(TorchFunctionMode):
-    """Records the operations that the code of a model calls, those of the library left out."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._names = {id(param): name for name, param in module.named_parameters()}
-        self.operations: list[Operation] = []
-
-    def record(self, run: Callable[[], Any], *, keep_errors: bool = False) -> Any:
-        """Returns the result of `run`, whose operations it records, and no earlier ones.
-
-        With `keep_errors` an error ends the recording as an operation of its own.
+        `trial` are the operations of a trial on the same batch, and `draws` says whether it drew by torch.
+        Raises PlanError if the forward computes something else when it runs again.
         """
-        self.operations.clear()
-        try:
-            with self:
-                return run()
-        except Exception as error:
-            if not keep_errors or isinstance(error, PlanError):
-                raise
-            self.operations.append(Operation("", 0, type(error).__name__, (), (str(error),)))
-            return None
+        second, sources = self._operations(1)
+        if draws and self.reads_values:
+            self._check_draws(second)
+        if trial == second and not sources:
+            return ()
+        for seed in range(2, MAX_RUNS if sources else 3):
+            other, more = self._operations(seed)
+            sources = tuple(dict.fromkeys((*sources, *more)))
+            if (found := _first_difference(second, other)) is not None:
+                given = f"draws from {' and '.join(sources)}" if sources else "reads a clock, or the system"
+                when, fix = f"when it runs again, because it {given}", DRAWS_FIX if sources else CLOCK_FIX
+                raise _repeat_error(when, second, other, found, fix)
+        return sources
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if (frame := _calling_frame()) is not None:
-            leaves = list(_leaves((args, kwargs or {})))
-            self.operations.append(
-                Operation(
-                    frame.f_code.co_filename,
-                    frame.f_lineno,
-                    func.__name__,
-                    tuple(self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names),
-                    tuple(_constant(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
-                )
+    def _check_draws(self, second: list[Operation]) -> None:
+        other, _ = self._operations(1, SMALL_DRAW)
+        one, another = ([each._replace(constants=()) for each in run] for run in (second, other))
+        if (found := _first_difference(one, another)) is not None:
+            raise _repeat_error("for other draws of torch", one, another, found, LAYER_DROP_FIX)
+
+    def _operations(self, seed: int, draw: float = 0.5) -> tuple[list[Operation], tuple[str, ...]]:
+        """Returns the operations of a run, and the generators that it used. torch's functions draw `draw`."""
+        return self.run(_run_operations, StatelessRNG(0, trial_draw=draw), seed)
+
+
+def model_operations(recording: Recording) -> list[Operation]:
+    """Returns the operations that the code of a model calls, those of the library left out."""
+    names = recording.parameter_names
+    found = []
+    for call in recording.calls():
+        if call.by_model:
+            leaves = list(_leaves((call.args, call.kwargs)))
+            params = tuple(
+                names[leaf.id] for leaf in leaves if isinstance(leaf, TensorRecord) and leaf.id in names
             )
-        return func(*args, **(kwargs or {}))
+            constants = tuple(_constant(leaf) for leaf in leaves if not isinstance(leaf, TensorRecord))
+            found.append(Operation(call.file, call.line, call.name, params, constants))
+    return found
 
 
-def _calling_frame() -> FrameType | None:
-    """Returns the frame of the model's code that calls an operation; None for one of the library itself."""
-    frame, in_module = sys._getframe(2), False
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, PACKAGE)):
-        file = frame.f_code.co_filename
-        in_module = in_module or file.startswith(TORCH_MODULES)
-        if file.startswith(PACKAGE) and not in_module:  # a module may be a block, which the library calls
-            return None
-        frame = frame.f_back
-    return frame
+def same_but_for_batch_size(
+    first: Sequence[Operation], second: Sequence[Operation], num_samples: tuple[int, int]
+) -> bool:
+    """Returns whether the operations of two runs are equal, except for sizes that grow with the samples."""
+    if len(first) != len(second):
+        return False
+    for one, other in zip(first, second, strict=True):
+        if one == other:
+            continue
+        if one._replace(constants=()) != other._replace(constants=()):
+            return False
+        pairs = zip(one.constants, other.constants, strict=False)
+        grows = all(a == b or _is_batch_size(a, b, num_samples) for a, b in pairs)
+        if not grows or len(one.constants) != len(other.constants):
+            return False
+    return True
+
+
+def _is_batch_size(first: str, second: str, num_samples: tuple[int, int]) -> bool:
+    if not (first.isdigit() and second.isdigit()):
+        return False
+    return int(first) * num_samples[1] == int(second) * num_samples[0]
+
+
+def _run_operations(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[Operation]:
+    """Returns the operations of a forward; an error ends them as an operation of its own."""
+    recorder, failed = ForwardRecorder(module, {}, len(next(iter(batch.values())))), []
+    try:
+        with recorder.recording():
+            module(**batch)
+    except PlanError:
+        raise
+    except Exception as error:
+        failed = [Operation("", 0, type(error).__name__, (), (str(error),))]
+    return model_operations(recorder.finish(None)) + failed
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -202,9 +214,9 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _constant(leaf: Any) -> str:
     """Returns text that two constants share if they are equal; objects of other classes are taken as such."""
-    if isinstance(leaf, np.ndarray):
-        return f"an array {list(leaf.shape)} (hash {hash(leaf.tobytes()) % 2**16:04x})"
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, np.generic)):
+    if isinstance(leaf, Opaque):
+        return leaf.text
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
         return repr(leaf)
     return type(leaf).__name__
 

@@ -6,7 +6,6 @@ result.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -24,14 +23,10 @@ from meshwright.model.sequence_analysis.analyze_sequence import (
     TrialFactory,
     analyze_sequence,
 )
-from meshwright.model.tensor_parallel.residual_stream_trace import trace_residual_stream
-from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal
-from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.model.trial.shardable_layers import ProposeSplits
 from meshwright.model.trial.weight_slice_trial import try_on_slices
-from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.tensor_parallel_layers import SizeAttribute
 
@@ -60,44 +55,6 @@ def try_splits_on_slices(
     return try_on_slices(
         propose, make_module, make_trial, () if block_names == (WHOLE_MODEL,) else block_names
     )
-
-
-def add_residual_stream(
-    model_spec: ModelSpec, deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example
-) -> ModelSpec:
-    """Returns `model_spec` with the path of the residual stream and the sums in which rowwise layers end.
-
-    A second trial follows the stream, since it must know the layers. A model without colwise layers, or whose
-    forward reads values of tensors, is returned unchanged.
-    """
-    if not any(call.role == "colwise" for call in model_spec.layer_calls):
-        return model_spec
-    mode, rng, joint_sums = (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        StatelessRNG(seed=0),
-        FusedAllReduces(),
-    )
-    module = make_trial_module(deferred_init)
-    make_fake(module, mode)
-    try:
-        samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, record_draw_sites(rng, PROBE_BATCH):
-            blocks, forward = get_blocks(module, block_names), lambda: module(**samples)
-            rowwise_layers = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
-            with joint_sums.follow_layers(module, blocks, rowwise_layers):
-                calls, passages = trace_residual_stream(
-                    module,
-                    blocks,
-                    model_spec.layer_calls,
-                    rng.enter_block,
-                    forward,
-                    writes_in_place=model_spec.writes_in_place,
-                )
-    except Exception as error:
-        if not depends_on_values(error):
-            raise
-        return model_spec
-    return replace(model_spec, layer_calls=joint_sums.mark_calls(calls), residual_flows=passages)
 
 
 def find_sequence_info(

@@ -22,19 +22,16 @@ get another value on each pipeline stage. One that is not saved with the model (
 between ranks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.tensors.pytree import storage_id
+from meshwright.model.recording.forward_recording import AtenOp, Recording, TensorRecord
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import BatchNormCall, block_of
 from meshwright.plan.plan import Plan
@@ -137,68 +134,60 @@ _FIX = {
 }
 
 
-@dataclass(eq=False)
-class BatchCouplingMode(TorchDispatchMode):
-    """Records, while active, such uses of `parameters` by name, of other tensors by `current_call()`; and the
-    calls of batch norms.
+class BatchCoupling:
+    """The uses of such tables in a recorded forward (parameters by name, other tensors by their block call),
+    and its calls of batch norms.
     """
 
-    parameters: Mapping[str, torch.Tensor]
-    current_call: Callable[[], str]
-    uses: list[TableUse] = field(default_factory=list)
-    batch_norm_calls: list[BatchNormCall] = field(default_factory=list)
+    def __init__(self, recording: Recording) -> None:
+        self.uses: list[TableUse] = []
+        self.batch_norm_calls: list[BatchNormCall] = []
+        names = recording.parameter_names
+        self._names = {
+            each.storage: names[each.id] for each in recording.parameters.values() if each.is_strided
+        }
+        for event in recording.events:
+            if type(event) is AtenOp:
+                self._note_op(event)
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._names = {storage_id(each): name for name, each in self.parameters.items()}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        packet = func._overloadpacket
+    def _note_op(self, op: AtenOp) -> None:
+        packet, args = op.packet, op.args
         if packet is torch.ops.aten.embedding_renorm_:
-            self._note(args[0], MAX_NORM)
+            self._note(op, MAX_NORM)
         elif packet in _LOOKUP_OPS:
             for how, key, at in (
                 (GRAD_BY_FREQ, GRAD_BY_FREQ, 3),
                 (SPARSE_GRAD, "sparse", _LOOKUP_OPS[packet]),
             ):
-                if args[at] if len(args) > at else (kwargs or {}).get(key, False):
-                    self._note(args[0], how)
+                if args[at] if len(args) > at else op.kwargs.get(key, False):
+                    self._note(op, how)
         elif (
             packet in _BATCH_NORM_OPS and args[5] and args[0].shape[0] > 1
         ):  # instance norm calls it with one sample, whose rows are channels
-            self._note_batch_norm(args[0], args[1], args[3])
-        elif (
-            packet.__name__.endswith("_")
-            and args
-            and isinstance(args[0], torch.Tensor)
-            and self._name(args[0])
-        ):
-            self._note(args[0], PARAM_WRITE)
-        return func(*args, **(kwargs or {}))
+            self._note_batch_norm(op, args[0], args[1], args[3])
+        elif packet.__name__.endswith("_") and args and self._name(args[0]):
+            self._note(op, PARAM_WRITE)
 
-    def _note(self, table: torch.Tensor, how: str) -> None:
-        use = self._name(table) or f"in {self.current_call() or 'glue'}", how
+    def _note(self, op: AtenOp, how: str) -> None:
+        use = self._name(op.args[0]) or f"in {op.block_call or 'glue'}", how
         self.uses += [] if use in self.uses else [use]
 
     def _note_batch_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, running_mean: torch.Tensor | None
+        self, op: AtenOp, x: TensorRecord, weight: TensorRecord | None, running_mean: TensorRecord | None
     ) -> None:
-        block_call = self.current_call()
-        name = "" if weight is None else self._name(weight).rpartition(".")[0]
+        name = self._name(weight).rpartition(".")[0]
         self.batch_norm_calls.append(
             BatchNormCall(
-                name or f"F.batch_norm in {block_call or 'glue'}",
-                block_call,
+                name or f"F.batch_norm in {op.block_call or 'glue'}",
+                op.block_call,
                 x.shape[1],
                 running_mean is not None,
                 x.requires_grad,
             )
         )
 
-    def _name(self, tensor: torch.Tensor) -> str:
-        return self._names.get(storage_id(tensor), "") if tensor.layout == torch.strided else ""
+    def _name(self, value: object) -> str:
+        return self._names.get(value.storage, "") if isinstance(value, TensorRecord) else ""
 
 
 def table_diagnostics(plan: Plan, table_uses: Sequence[TableUse]) -> Iterator[Diagnostic]:

@@ -15,13 +15,19 @@ Where memory is exposed in another way (`.numpy()`), ranks with some of the toke
 layer what glue computed for one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshwright.model.tensors.call_description import caller_line
-from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.model.recording.forward_recording import (
+    FunctionCall,
+    ModuleStart,
+    Recording,
+    TensorRecord,
+    tensor_records,
+)
+from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
@@ -63,11 +69,14 @@ def written_tensor(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """
     if isinstance(kwargs.get("out"), torch.Tensor):
         return kwargs["out"]
-    in_place = name in WRITE_FUNCTIONS or (
-        name.endswith("_") and not name.startswith("__") and name not in FLAG_FUNCTIONS
-    )
-    first = args[0] if in_place and args else None
+    first = args[0] if _writes_first(name, kwargs) and args else None
     return first if isinstance(first, torch.Tensor) else None
+
+
+def _writes_first(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether the torch function `name` writes into its first argument."""
+    in_place = name.endswith("_") and not name.startswith("__") and name not in FLAG_FUNCTIONS
+    return kwargs.get("out") is None and (in_place or name in WRITE_FUNCTIONS)
 
 
 def glue_write_error(name: str) -> PlanError:
@@ -80,38 +89,32 @@ def glue_write_error(name: str) -> PlanError:
     )
 
 
-class UntrackedWrites:
-    """Writes in glue, by way of `.data`, into tensors that were block inputs; `lines` of the model's code."""
+def untracked_write_lines(recording: Recording) -> list[str]:
+    """Returns the lines of a model's code in which glue writes, by way of `.data`, into earlier block inputs.
 
-    def __init__(self) -> None:
-        self.lines = list[str]()
-        self._kept = list[torch.Tensor]()  # keeps the memory from being reused
-        self._memory, self._untracked = (
-            set[int](),
-            set[int](),
-        )  # memory of block inputs; ids of untracked views
-
-    def add_block_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds inputs of a block. Tensors with a graph are left out: autograd itself refuses some writes."""
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                self._kept.append(tensor)
-                self._memory.add(_memory(tensor))
-
-    def check_call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Checks a call of `func` in glue, which returned `result`."""
-        name, first = func.__name__, args[0] if args and isinstance(args[0], torch.Tensor) else None
-        if first is None:
-            return
-        is_data = name in ("__get__", "__set__") and func.__self__.__name__ == "data"
-        is_untracked = is_data or id(first) in self._untracked
-        target = first if is_data and name == "__set__" else written_tensor(name, args, kwargs)
-        if is_untracked and target is first and _memory(first) in self._memory:
-            self.lines.append(caller_line())
-        for returned in tree_tensors(result) if is_untracked else ():
-            if _memory(returned) == _memory(first):
-                self._kept.append(returned)
-                self._untracked.add(id(returned))
+    Inputs with a graph are left out: autograd itself refuses some writes.
+    """
+    blocks, lines = frozenset(recording.blocks), list[str]()
+    memory, untracked = set[int](), set[int]()  # memory of block inputs; ids of untracked views
+    for event in recording.events:
+        if type(event) is ModuleStart and event.name in blocks:
+            inputs = tensor_records((event.args, event.kwargs))
+            memory.update(each.storage for each in inputs if not each.requires_grad)
+        if type(event) is not FunctionCall or event.block_call:
+            continue
+        first = event.args[0] if event.args else None
+        if not isinstance(first, TensorRecord):
+            continue
+        first_memory = (event.target or first).storage
+        is_data = event.owner == "data"
+        is_untracked = is_data or first.id in untracked
+        is_set = is_data and event.target is not None
+        is_written = is_set or _writes_first(event.name, event.kwargs)
+        if is_untracked and is_written and first_memory in memory:
+            lines.append(event.code_line)
+        if is_untracked:
+            untracked.update(each.id for each in event.outputs if each.storage == first_memory)
+    return lines
 
 
 def untracked_write_diagnostics(plan: Plan, lines: Sequence[str]) -> Iterator[Diagnostic]:

@@ -5,35 +5,17 @@ would run once more, in a backward whose program has none there; and dropout wou
 the forward. So either is refused, and the fix is the strategy that does the same.
 """
 
-import sys
 from collections.abc import Iterator
 
-import torch
-
+from meshwright.model.tensors.call_description import CHECKPOINT_MODULE
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
-CHECKPOINT_MODULE = "torch.utils.checkpoint"
 USER_CHECKPOINT_FIX = (
     "turn the model's own checkpointing off (in transformers: activation_checkpointing_disable()), and add "
     "the strategy 'activation_checkpointing'"
 )
-
-
-def in_user_checkpoint() -> bool:
-    """Returns whether the running code is inside torch.utils.checkpoint, of either kind, by the model
-    itself.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__module__ == CHECKPOINT_MODULE:
-        return True
-    if torch.is_grad_enabled():
-        return False
-    frame = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != CHECKPOINT_MODULE:
-        frame = frame.f_back
-    return frame is not None
 
 
 def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:

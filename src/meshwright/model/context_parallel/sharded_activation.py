@@ -9,7 +9,7 @@ there (a length, positions, a mask) must be what it would be on one device:
     hidden = hidden + table(positions)      per token: a SequenceShardedTensor again
     hidden[:, 0]                            needs other ranks' tokens: all-gather, reduce-scatter in backward
 
-tensors/op_tables.py lists the operations that treat each token by itself. Gradients are summands: a tensor
+recording/op_table.py lists the operations that treat each token by itself. Gradients are summands: a tensor
 that all ranks hold, such as a table of positions, gets from each rank the gradient of its own tokens.
 """
 
@@ -22,7 +22,7 @@ import torch
 from meshwright.model.blocks.inplace_writes_in_glue import glue_write_error, written_tensor
 from meshwright.model.context_parallel.partial_sum_ops import SUM_OPS, partial_index, partial_sum
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.model.tensors.op_tables import TOKENWISE_OPS
+from meshwright.model.recording.op_table import TOKENWISE_OPS
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import copy_containers, named_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError

@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.blocks.saved_activations import SavedActivations
 from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import named_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
@@ -75,14 +77,15 @@ def loss_saved_numel(loss: Loss, batch: TensorBatch, outputs: Any) -> int:
 
     0 for a loss of the whole batch, and for one that cannot run on the trial's outputs.
     """
-    saved_activations = SavedActivations(lambda: "loss")
+    recorder = ForwardRecorder(nn.Module(), {}, len(next(iter(batch.values()))))
     try:
-        with saved_activations.recording():
+        with recorder.recording():
             total = None if loss.whole_batch else loss.total(outputs, batch)
     except Exception:
         return 0  # it needs values, or other outputs than these
-    saved_activations.exclude(tree_tensors((outputs, dict(batch))))
-    return sum(saved_activations.numel(["loss"])) if total is not None else 0
+    kept = map(recorder.storage_number, tree_tensors((outputs, dict(batch))))
+    saved_activations = SavedActivations(recorder.finish(total), kept)
+    return sum(saved_activations.numel([""])) if total is not None else 0
 
 
 def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | None:

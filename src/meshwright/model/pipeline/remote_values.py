@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.user_checkpointing import (
+from meshwright.model.blocks.user_checkpointing import USER_CHECKPOINT_FIX
+from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
+from meshwright.model.tensors.call_description import (
     CHECKPOINT_MODULE,
-    USER_CHECKPOINT_FIX,
+    caller_line,
+    function_title,
     in_user_checkpoint,
 )
-from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
-from meshwright.model.tensors.call_description import caller_line, function_title
 from meshwright.model.tensors.function_modes import SHAPE_FROM_SECOND_ARG, SHAPE_ONLY_FACTORIES, VALUE_READS
 from meshwright.model.tensors.placeholder import (
     PlaceholderTensor,

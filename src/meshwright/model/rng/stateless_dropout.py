@@ -22,24 +22,24 @@ without dropout.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.blocks.user_checkpointing import (
-    CHECKPOINT_MODULE,
-    USER_CHECKPOINT_FIX,
-    in_user_checkpoint,
-)
+from meshwright.model.blocks.user_checkpointing import USER_CHECKPOINT_FIX
 from meshwright.model.context_parallel.attention_call import SDPAArguments
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.tensors.call_description import CHECKPOINT_MODULE, in_user_checkpoint
 from meshwright.plan.job.errors import PlanError
 
+DEVICE_OF = torch.ops.prim.device.default
 RANDOM_FIX = "use F.dropout or torch.rand, which draw by sample, or draw when the data is prepared"
 _UNSUPPORTED_FIX = "use F.dropout, or set its probability to 0"
 REFUSED_FUNCTIONS: dict[Any, str] = {
@@ -239,11 +239,10 @@ class _RefuseOtherDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        draws = (
-            torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is torch.ops.aten.random_
-        )
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].device  # as frequent as all other operations together
         if (
-            draws
+            _may_draw(func)
             and _argument(func, "dropout_p", args, kwargs) != 0
             and _argument(func, "training", args, kwargs) is not False
         ):
@@ -252,6 +251,11 @@ class _RefuseOtherDraws(TorchDispatchMode):
                 what, fix=f"set the dropout of the layer to 0, or {RANDOM_FIX}", location=self._rng.location
             )
         return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=4096)
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is torch.ops.aten.random_
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

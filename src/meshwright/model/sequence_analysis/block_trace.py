@@ -32,6 +32,7 @@ from meshwright.model.context_parallel.sharded_activation import (
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.hf.declared_tp_plan import sdpa_advice
+from meshwright.model.recording.op_table import reads_values
 from meshwright.model.sequence_analysis.block_input_token_dims import (
     BlockInputs,
     TracedBlockCall,
@@ -59,7 +60,6 @@ from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, TrialLe
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
-from meshwright.model.tensors.op_tables import reads_values
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.model.context_parallel.conv_call import Conv1dArguments
+from meshwright.model.recording.op_table import CONSTANT_LIKE, ELEMENTWISE, reads_values
 from meshwright.model.sequence_analysis import token_rules
 from meshwright.model.sequence_analysis.token_dims import indexed_dims, prime_factors
 from meshwright.model.sequence_analysis.token_rules import SHARDED, TokenLayout, TokenOp
-from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE, reads_values
 from meshwright.plan.model_spec.sequence_info import ConvSpec
 
 PADS_TOKENS = "pads tokens"

@@ -29,8 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, keeps_dims, prime_factors
-from meshwright.model.tensors.op_tables import (
+from meshwright.model.recording.op_table import (
     ARITHMETIC,
     BROADCAST,
     CONSTANT_FACTORIES,
@@ -46,6 +45,7 @@ from meshwright.model.tensors.op_tables import (
     SPLITS,
     reads_values,
 )
+from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, keeps_dims, prime_factors
 from meshwright.model.tensors.pytree import tree_tensors
 
 _FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from meshwright.model.recording.op_table import CONSTANT_LIKE, ELEMENTWISE
 from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, prime_factors
-from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE
 from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 

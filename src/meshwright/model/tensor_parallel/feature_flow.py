@@ -1,8 +1,7 @@
-"""Follows the output features of linear layers through a trial of the model, to find which layers
-consume them.
+"""Follows the output features of linear layers through a recorded forward, to find which layers consume them.
 
-While the model runs, a dispatch mode follows feature ids (feature_id_propagation.py). At the call of a linear
-layer it notes which features its input carries, and gives its output features of its own.
+Feature ids go from operation to operation (feature_id_propagation.py). At the call of a linear layer the flow
+notes which features its input carries, and gives its output features of its own.
 
     q k v -> heads, norms, rope, softmax -> o     o consumes features of q, tied by head to those of k and v
     gate_up -> split -> act, mul -> down          down consumes features of gate_up, tied two by two
@@ -13,21 +12,24 @@ that a block receives (an attention bias computed by glue) is a source too, name
 block. colwise_rowwise_groups.py reads the layer groups off this flow.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.hf.peft_name_map import is_adapted
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    BlockStart,
+    FunctionCall,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    TensorRecord,
+    tensor_records,
+)
 from meshwright.model.tensor_parallel.feature_id_propagation import (
     NO_FEATURE,
     CarriedFeatures,
@@ -36,7 +38,6 @@ from meshwright.model.tensor_parallel.feature_id_propagation import (
     propagate_features,
 )
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
-from meshwright.model.tensors.pytree import tree_tensors
 
 FeatureSourceKind = Literal["linear", "table", "argument"]
 PER_HEAD_NDIM = 4  # a table per head: [samples, heads, queries, keys]
@@ -48,7 +49,8 @@ FEATURE_KINDS = {
     "embedding": "table",
     "head": "head",
 }
-DROPOUT_FUNCTIONS = (F.dropout, torch.dropout, torch.dropout_)
+DROPOUT_FUNCTIONS = ("dropout", "dropout_")
+ATTENTION_FUNCTION = "scaled_dot_product_attention"
 ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask")
 
 
@@ -70,8 +72,8 @@ class FeatureNode:
 
 
 @dataclass(eq=False)
-class FeatureFlow(TorchDispatchMode):
-    """A dispatch mode that follows features during `follow_forward`.
+class FeatureFlow:
+    """The flow of features through a forward, which `read` follows.
 
     `param_features` are the parameters outside of layers that meet features, by name, with the features they
     meet; `params_without_features` are those that are also used without features.
@@ -86,113 +88,81 @@ class FeatureFlow(TorchDispatchMode):
     num_features: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()
         self._num_open_layers = 0
         self._parameters: Mapping[int, str] = {}
-        # by tensor computed from parameters only: the names of these
-        self._params_behind: MutableMapping[torch.Tensor, set[str]] = WeakIdKeyDictionary()
-        self._in_glue: Callable[[], bool] = lambda: False
+        # by id of a tensor computed from parameters only: the names of these
+        self._params_behind: dict[int, set[str]] = {}
         # by feature id: whether it belongs to a per-head table
         self._is_table_feature = np.zeros(0, dtype=bool)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not self._num_open_layers:
-            propagate_features(self.features, func, args, kwargs, out)
-            self._note_params(tree_tensors((args, kwargs)), out)
-        return out
+    def read(self, recording: Recording) -> "FeatureFlow":
+        """Follows a recorded forward, and returns itself.
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Pauses following: the caller sets the features of the result."""
-        self._num_open_layers += 1
-        try:
-            yield
-        finally:
-            self._num_open_layers -= 1
-
-    @contextmanager
-    def follow_forward(
-        self,
-        module: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        layers: Mapping[str, str],
-        in_glue: Callable[[], bool],
-    ) -> Iterator[None]:
-        """Follows what `module` computes: its `blocks`, and `layers` by name with their kinds.
-
-        `in_glue()` tells whether a layer is called between blocks; such a layer consumes all features and
-        makes none.
+        A layer that is called between blocks consumes all features and makes none.
         """
-        handles = []
-        self._in_glue = in_glue
-        for name, block in blocks.items():
-            handles.append(
-                block.register_forward_pre_hook(partial(self._before_block, name), with_kwargs=True)
-            )
-            handles.append(block.register_forward_hook(lambda block, args, out: self._after_block(out)))
-        for name, kind in layers.items():
-            layer = module.get_submodule(name)
-            handles.append(layer.register_forward_pre_hook(lambda layer, args: self.enter_layer()))
-            handles.append(layer.register_forward_hook(partial(self._after_layer, name, kind)))
-        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
-        try:
-            with self, _FunctionCalls(self):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        self._parameters = recording.parameter_names
+        blocks, kinds, resume_at = frozenset(recording.blocks), recording.layer_kinds, 0
+        for place, event in enumerate(recording.events):
+            if place < resume_at:  # the inside of attention and dropout differs from plan to plan
+                continue
+            match event:
+                case AtenOp():
+                    if not self._num_open_layers:
+                        propagate_features(self.features, event)
+                        self._note_params(event.inputs, event.results)
+                case FunctionCall():
+                    if event.name in DROPOUT_FUNCTIONS or event.name == ATTENTION_FUNCTION:
+                        resume_at = place + 1 + event.num_inner
+                        self._follow_call(event)
+                case BlockStart():
+                    self.block_call = event.block_call
+                case ModuleStart():
+                    if event.name in blocks and not event.block_call:
+                        self._start_block(event)
+                    self._num_open_layers += event.name in kinds
+                case ModuleEnd():
+                    in_glue = bool(blocks) and not event.block_call
+                    if event.name in blocks and in_glue:
+                        self._end_block(event.results)
+                    if event.name in kinds:
+                        self._leave_layer("" if in_glue else kinds[event.name], event)
+        return self
 
-    def begin_block_call(self, block_call: str) -> None:
-        """Starts the next block call."""
-        self.block_call = block_call
+    def _follow_call(self, call: FunctionCall) -> None:
+        names = ("input",) if call.name in DROPOUT_FUNCTIONS else ATTENTION_ARGUMENTS
+        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        if call.name == ATTENTION_FUNCTION:
+            query, key, value = (given[name] for name in names[:3])
+            self._follow_attention(query, key, value, given.get("attn_mask"), call.results)
+        elif isinstance(given.get("input"), TensorRecord) and isinstance(call.results, TensorRecord):
+            self.features.record(call.results, self.features.get(given["input"]))
 
-    def _after_layer(
-        self, name: str, kind: str, layer: nn.Module, args: tuple[Any, ...], out: object
-    ) -> None:
-        self.leave_layer(name, "" if self._in_glue() else kind, args[0] if args else None, out)
-
-    def _before_block(
-        self, block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _start_block(self, event: ModuleStart) -> None:
         """Makes sources of the per-head inputs of a block."""
-        if not self._in_glue():
-            return
-        for arg, value in (*enumerate(args), *kwargs.items()):
-            if not isinstance(value, torch.Tensor) or value.ndim != PER_HEAD_NDIM or value.requires_grad:
+        for arg, value in (*enumerate(event.args), *event.kwargs.items()):
+            if not isinstance(value, TensorRecord) or value.ndim != PER_HEAD_NDIM or value.requires_grad:
                 continue
             if self.features.get(value) is None and self.features.varying_dims(value)[1]:
-                self._add_node(block, "argument", value.shape[1], arg=arg)
+                self._add_node(event.name, "argument", value.shape[1], arg=arg)
                 features = np.arange(self.nodes[-1].first_feature, self.num_features).reshape(1, -1, 1, 1)
                 self.features.record(value, features)
 
-    def _after_block(self, outputs: object) -> None:
+    def _end_block(self, outputs: object) -> None:
         """Ends a block: its output features are needed in full; only per-head tables stay known."""
-        if not self._in_glue():  # a block inside another block
-            return
-        for tensor in tree_tensors(outputs):
+        for tensor in tensor_records(outputs):
             features = self.features.get(tensor)
             if features is not None and not self._are_table_features(features):
                 self.unsplit_features.append(features)
         self.features.forget(self._are_table_features)
 
-    def enter_layer(self) -> None:
-        """Starts a layer, whose own operations are not followed."""
-        self._num_open_layers += 1
-
-    def leave_layer(self, name: str, kind: str, layer_input: object, out: object) -> None:
+    def _leave_layer(self, kind: str, event: ModuleEnd) -> None:
         """Ends a layer of `kind` "linear", "table" or another one, which consumes all features and makes
         none.
         """
         self._num_open_layers -= 1
-        if (
-            self._num_open_layers
-            or not isinstance(layer_input, torch.Tensor)
-            or not isinstance(out, torch.Tensor)
-        ):
+        layer_input, out = event.args[0] if event.args else None, event.results
+        is_tensors = isinstance(layer_input, TensorRecord) and isinstance(out, TensorRecord)
+        if self._num_open_layers or not is_tensors:
             return
         self.params_without_features |= self._params_of(layer_input)
         carried = None if kind == "table" else self.features.get(layer_input)
@@ -211,16 +181,11 @@ class FeatureFlow(TorchDispatchMode):
                 None if input_features is None or (input_features == NO_FEATURE).any() else input_features
             )
             self.unsplit_features += [carried] if input_features is None else []
-        self._add_node(name, "linear" if kind == "linear" else "table", out.shape[-1], input_features)
+        self._add_node(event.name, "linear" if kind == "linear" else "table", out.shape[-1], input_features)
         self.features.record(out, output_features(self.nodes[-1].first_feature, out.shape[-1], out.ndim))
 
-    def copy_features(self, source: object, out: object) -> None:
-        """Gives `out` the features of `source`."""
-        if isinstance(source, torch.Tensor) and isinstance(out, torch.Tensor):
-            self.features.record(out, self.features.get(source))
-
-    def follow_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, out: torch.Tensor
+    def _follow_attention(
+        self, query: TensorRecord, key: TensorRecord, value: TensorRecord, mask: object, out: TensorRecord
     ) -> None:
         """Follows attention by head, along the third dim from the end: every query head uses a key, a value,
         and its table.
@@ -243,7 +208,7 @@ class FeatureFlow(TorchDispatchMode):
             if features is not None:
                 heads_per_kv = query.shape[-3] // features.shape[-3] if features.shape[-3] > 1 else 1
                 ties.tie_reader(query_features, np.repeat(features, heads_per_kv, axis=-3))
-        if isinstance(mask, torch.Tensor):
+        if isinstance(mask, TensorRecord):
             table = carried.get(mask)
             if table is None:
                 by_head = mask.ndim >= 3 and carried.varying_dims(mask)[mask.ndim - 3]
@@ -251,7 +216,7 @@ class FeatureFlow(TorchDispatchMode):
             else:
                 ties.tie(query_features, ties.tie_along(table, [table.ndim - 2, table.ndim - 1]))
         carried.record(out, query_features)
-        self._note_params(tree_tensors((query, key, value, mask)), out)
+        self._note_params(tensor_records((query, key, value, mask)), out)
 
     def _one_per_head(self, features: FeatureIds) -> FeatureIds:
         return self.features.ties.tie_along(
@@ -279,7 +244,7 @@ class FeatureFlow(TorchDispatchMode):
     def _are_table_features(self, features: FeatureIds) -> bool:
         return bool(self._is_table_feature[features[features != NO_FEATURE]].all())
 
-    def _note_params(self, inputs: list[torch.Tensor], out: object) -> None:
+    def _note_params(self, inputs: list[TensorRecord], out: object) -> None:
         """Notes parameters that meet features, directly or through tensors made of them alone (1 + weight):
         all ranks use them.
 
@@ -292,7 +257,7 @@ class FeatureFlow(TorchDispatchMode):
             each.requires_grad and not (known or self._params_of(each))
             for each, known in zip(inputs, carries_features, strict=True)
         )
-        for result in tree_tensors(out) if names or has_other_grads else ():
+        for result in tensor_records(out) if names or has_other_grads else ():
             features = self.features.get(result)
             if features is not None:
                 self.unsplit_features += [features] if has_other_grads else []
@@ -301,12 +266,12 @@ class FeatureFlow(TorchDispatchMode):
             elif has_other_grads or any(carries_features):
                 self.params_without_features |= names
             else:
-                self._params_behind[result] = names
+                self._params_behind[result.id] = names
 
-    def _params_of(self, tensor: torch.Tensor) -> set[str]:
+    def _params_of(self, tensor: TensorRecord) -> set[str]:
         """The parameters from which `tensor` is made, if it is made of nothing else."""
-        name = self._parameters.get(id(tensor))
-        return self._params_behind.get(tensor, set()) if name is None else {name}
+        name = self._parameters.get(tensor.id)
+        return self._params_behind.get(tensor.id, set()) if name is None else {name}
 
 
 def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
@@ -320,28 +285,3 @@ def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
         for layer_role in find_layer_roles(module)
         if layer_role.kind in FEATURE_KINDS
     }
-
-
-class _FunctionCalls(TorchFunctionMode):
-    """Intercepts attention and dropout, whose inner operations differ from plan to plan."""
-
-    def __init__(self, flow: FeatureFlow) -> None:
-        super().__init__()
-        self._flow = flow
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in (*DROPOUT_FUNCTIONS, F.scaled_dot_product_attention):
-            return func(*args, **kwargs)
-        with self._flow.pause():
-            out = func(*args, **kwargs)
-        if func in DROPOUT_FUNCTIONS:
-            self._flow.copy_features(args[0] if args else kwargs.get("input"), out)
-        else:
-            inputs = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
-            self._flow.follow_attention(
-                inputs["query"], inputs["key"], inputs["value"], inputs.get("attn_mask"), out
-            )
-        return out

@@ -27,11 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.recording.forward_recording import AtenOp, TensorRecord, tensor_records
 
 FeatureIds = np.ndarray
 NO_FEATURE = -1
@@ -83,42 +80,42 @@ class CarriedFeatures:
     """
 
     ties: FeatureTies = field(default_factory=FeatureTies)
-    _feature_ids: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    _varying_dims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _feature_ids: dict[int, FeatureIds] = field(default_factory=dict)  # by tensor id
+    _varying_dims: dict[int, tuple[bool, ...]] = field(default_factory=dict)
 
-    def get(self, tensor: torch.Tensor) -> FeatureIds | None:
+    def get(self, tensor: TensorRecord) -> FeatureIds | None:
         """Returns the ids that `tensor` carries, if any."""
-        return self._feature_ids.get(tensor)
+        return self._feature_ids.get(tensor.id)
 
-    def record(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
+    def record(self, tensor: TensorRecord, numbers: FeatureIds | None) -> None:
         """Notes what `tensor` carries."""
         if numbers is not None:
-            self._feature_ids[tensor] = drop_constant_dims(np.asarray(numbers))
-        elif tensor in self._feature_ids:
-            del self._feature_ids[tensor]
+            self._feature_ids[tensor.id] = drop_constant_dims(np.asarray(numbers))
+        else:
+            self._feature_ids.pop(tensor.id, None)
 
     def forget(self, keep: Callable[[FeatureIds], bool]) -> None:
         """Forgets all tensors except those whose ids satisfy `keep`."""
-        for tensor, numbers in list(self._feature_ids.items()):
-            if not keep(numbers):
-                del self._feature_ids[tensor]
+        self._feature_ids = {
+            tensor: numbers for tensor, numbers in self._feature_ids.items() if keep(numbers)
+        }
 
-    def varying_dims(self, tensor: torch.Tensor) -> tuple[bool, ...]:
+    def varying_dims(self, tensor: TensorRecord) -> tuple[bool, ...]:
         """Returns along which dims a tensor without features may vary."""
-        known = self._varying_dims.get(tensor)
+        known = self._varying_dims.get(tensor.id)
         return tuple(size > 1 for size in tensor.shape) if known is None else known
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
+    def is_known(self, tensor: TensorRecord) -> bool:
         """Returns whether the features of `tensor`, or that it is constant, are known."""
-        return tensor in self._feature_ids or tensor in self._varying_dims
+        return tensor.id in self._feature_ids or tensor.id in self._varying_dims
 
-    def set_constant(self, tensor: torch.Tensor, varying_dims: Sequence[bool] | None = None) -> None:
+    def set_constant(self, tensor: TensorRecord, varying_dims: Sequence[bool] | None = None) -> None:
         """Notes that `tensor` carries nothing and varies only along `varying_dims`."""
-        self._varying_dims[tensor] = (
+        self._varying_dims[tensor.id] = (
             tuple(varying_dims) if varying_dims is not None else (False,) * tensor.ndim
         )
 
-    def tie_to_other(self, numbers: FeatureIds, other: torch.Tensor, ndim: int) -> FeatureIds:
+    def tie_to_other(self, numbers: FeatureIds, other: TensorRecord, ndim: int) -> FeatureIds:
         """Returns the ids after meeting `other` elementwise, with `ndim` dims: tied along dims in which it
         varies.
         """
@@ -187,20 +184,12 @@ class FeatureOp:
     """One call of a torch operation with its result `out`, which carries what its inputs carry."""
 
     carried: CarriedFeatures
+    packet: Any
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     out: Any
-
-    @property
-    def packet(self) -> Any:
-        """The operation, without its overload."""
-        return self.func._overloadpacket
-
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """All tensors among the arguments."""
-        return tree_tensors((self.args, self.kwargs))
+    inputs: list[TensorRecord]
 
     @property
     def first_ids(self) -> FeatureIds:
@@ -216,7 +205,7 @@ class FeatureOp:
                 return self.args[position] if position < len(self.args) else by_name
         return None
 
-    def ids_of(self, tensor: torch.Tensor) -> FeatureIds:
+    def ids_of(self, tensor: TensorRecord) -> FeatureIds:
         """Returns the ids that `tensor` carries; NO_FEATURE if it carries none."""
         numbers = self.carried.get(tensor)
         return np.full((1,) * tensor.ndim, NO_FEATURE) if numbers is None else numbers
@@ -229,17 +218,16 @@ class FeatureOp:
 FeatureRule = Callable[[FeatureOp], None]
 
 
-def propagate_features(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    """Sets the features of the results `out` of one operation."""
-    op = FeatureOp(carried, func, args, kwargs, out)
-    if op.packet in CONSTANT_OPS:
-        carried.set_constant(out)
+def propagate_features(carried: CarriedFeatures, recorded: AtenOp) -> None:
+    """Sets the features of the results of one operation."""
+    func, inputs = recorded.overload, recorded.inputs
+    packet = func._overloadpacket
+    if packet in CONSTANT_OPS:
+        carried.set_constant(recorded.results)
         return
-    inputs = op.inputs
-    if op.packet in UNINITIALIZED_OPS or not any(map(carried.is_known, inputs)):
+    if packet in UNINITIALIZED_OPS or not any(map(carried.is_known, inputs)):
         return
+    op = FeatureOp(carried, packet, func, recorded.args, recorded.kwargs, recorded.results, inputs)
     rule = FEATURE_RULES.get(op.packet)
     if rule is None:
         rule = _pointwise if torch.Tag.pointwise in func.tags else _tie_everything
@@ -252,7 +240,7 @@ def propagate_features(
 
 def _pointwise(op: FeatureOp) -> None:
     out, carried = op.out, op.carried
-    if not isinstance(out, torch.Tensor):
+    if not isinstance(out, TensorRecord):
         _tie_everything(op)
         return
     inputs = [tensor for tensor in op.inputs if tensor.ndim <= out.ndim]
@@ -352,7 +340,7 @@ def _reduce(op: FeatureOp) -> None:
         dims = range(ndim)
     dims = [dim % max(1, ndim) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])]
     numbers = op.carried.ties.tie_along(numbers, [dim for dim in dims if dim < numbers.ndim])
-    for each in tree_tensors(op.out):
+    for each in tensor_records(op.out):
         fits = each.ndim == numbers.ndim
         op.carried.record(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
 
@@ -360,7 +348,7 @@ def _reduce(op: FeatureOp) -> None:
 def _layer_norm(op: FeatureOp) -> None:
     numbers = op.first_ids
     numbers = op.carried.ties.tie_along(numbers, range(numbers.ndim - len(op.args[1]), numbers.ndim))
-    for each in tree_tensors(op.out):
+    for each in tensor_records(op.out):
         if each.ndim == numbers.ndim:
             op.carried.record(each, numbers)
 
@@ -402,19 +390,12 @@ def _index(op: FeatureOp) -> None:
         return
     ((dim, index),) = indexed_dims
     if numbers.shape[dim] > 1:
-        positions = _known_index(index)
+        positions = index.values
         if positions is None:
             numbers = op.carried.ties.tie_along(numbers, [dim])
         else:
             numbers = numbers.take(positions, axis=dim)
     op.record(numbers)
-
-
-def _known_index(index: torch.Tensor) -> list[int] | None:
-    """The values of `index` if they are known: a fake tensor keeps those of a literal list."""
-    known = index.constant if isinstance(index, FakeTensor) else index
-    with no_dispatch():
-        return None if known is None else known.tolist()
 
 
 def _tie_everything(op: FeatureOp) -> None:
@@ -425,7 +406,7 @@ def _tie_everything(op: FeatureOp) -> None:
     ]
     for tied_id in tied_ids[1:]:
         op.carried.ties.tie(tied_ids[0], tied_id)
-    for each in tree_tensors(op.out):
+    for each in tensor_records(op.out):
         op.carried.record(each, None)
 
 

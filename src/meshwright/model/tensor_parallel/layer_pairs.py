@@ -41,8 +41,6 @@ class LayerUses:
     uses: list["LayerUse"] = field(default_factory=list)
     # number of earlier layer uses, and head dim
     head_widths: list[tuple[int, int]] = field(default_factory=list)
-    # keeps inputs alive during the trial, so that ids are unique
-    live_inputs: list[torch.Tensor] = field(default_factory=list)
     value_dependent: set[str] = field(default_factory=set)
 
 

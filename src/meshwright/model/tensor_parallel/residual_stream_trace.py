@@ -1,5 +1,4 @@
-"""Finds the path of the residual stream through a model, by following it operation by operation in a trial
-run.
+"""Finds the path of the residual stream through a recorded forward, by following it call by call.
 
 The residual stream is what a block takes, [samples, tokens, width], and returns in the same shape. A block
 can run on a slice of the tokens if it treats each token of the stream by itself, except between colwise and
@@ -15,27 +14,23 @@ rowwise layers:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from inspect import getattr_static
 from typing import Any
 
-import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
-
-from meshwright.model.blocks.block_forward_backward import ForwardDriver
-from meshwright.model.tensors.op_tables import is_full_view, reads_values, tokenwise_problem
-from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.recording.forward_recording import (
+    BlockEnd,
+    BlockStart,
+    FunctionCall,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    TensorRecord,
+    tensor_records,
+)
+from meshwright.model.recording.op_table import reads_values, tokenwise_problem
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, ResidualFlow
 
-# what __torch_function__ receives when a shape is read
-SHAPE_ATTRIBUTE: Any = getattr_static(torch.Tensor, "shape")
-Blocks = Mapping[str, nn.Module]
-OnBlockCall = Callable[[str], None]
 LayerCallKey = tuple[str, str, int]  # layer, block call, and number of earlier calls of the layer in it
 
 
@@ -55,7 +50,6 @@ class _OpenModule:
     """A running module: the tensors of the stream that it took, by id, and those it computes with."""
 
     name: str
-    module: nn.Module
     role: str
     residual_inputs: dict[int, tuple[int | str, ...]]
     used_inputs: set[int] = field(default_factory=set)
@@ -69,97 +63,66 @@ class _OpenBlockCall:
     shape: tuple[int, ...] = ()
     input_needs_grad: bool = True
     not_sequence_parallel: str = ""
-    residual_tensors: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    residual_tensors: set[int] = field(default_factory=set)
     num_calls: Counter = field(default_factory=Counter)
 
 
 def trace_residual_stream(
-    module: nn.Module,
-    blocks: Blocks,
-    calls: tuple[LayerCall, ...],
-    on_block_call: OnBlockCall,
-    run_forward: Callable[[], Any],
-    *,
-    writes_in_place: bool,
+    recording: Recording, calls: tuple[LayerCall, ...]
 ) -> tuple[tuple[LayerCall, ...], tuple[ResidualFlow, ...]]:
-    """Returns `calls` with their places in the residual stream, and its flow through block calls, from one
-    forward.
-
-    `on_block_call` is called with each block call; `writes_in_place` if the model writes into outputs of its
-    blocks.
+    """Returns `calls` with their places in the residual stream of a recorded forward, and its flow through
+    block calls.
     """
-    block_calls: list[str] = []
-
-    def reach(block_call: str) -> None:
-        block_calls.append(block_call)
-        on_block_call(block_call)
-
-    trace = _ResidualTrace(module, blocks, {call.name: call.role for call in calls}, block_calls)
-    driver = ForwardDriver(blocks, in_place=writes_in_place)
-    on_block_call("")
-    try:
-        with trace:
-            outputs, _, _ = driver.forward(reach, run_forward)
-    finally:
-        driver.detach()
-        trace.detach()
-    return _mark_calls(calls, trace.marks), trace.residual_flows(outputs)
+    trace = _ResidualTrace(recording, {call.name: call.role for call in calls})
+    trace.read()
+    return _mark_calls(calls, trace.marks), trace.residual_flows()
 
 
-class _ResidualTrace(TorchFunctionMode):
-    """Follows the stream through a forward; `block_calls` is filled by the caller in order."""
+class _ResidualTrace:
+    """Follows the stream through a recorded forward."""
 
-    def __init__(
-        self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], block_calls: Sequence[str]
-    ) -> None:
-        super().__init__()
+    def __init__(self, recording: Recording, roles: Mapping[str, str]) -> None:
         self.marks: dict[LayerCallKey, ResidualMark] = {}
-        self._roles, self._block_calls = roles, block_calls
+        self._recording, self._roles = recording, roles
+        self._names = recording.parameter_names
         self._flows: dict[str, ResidualFlow] = {}
         # block call that returned a tensor, as glue sees it
-        self._producers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._producers: dict[int, str] = {}
         self._consumers: dict[str, list[tuple[str, int | str | None]]] = {}
         self._read_by_glue: set[str] = set()
         self._pending_inputs: list[tuple[str, int | str | None]] | None = (
             None  # inputs of the next block call: producer and argument
         )
+        self._last_block_call = ""
         self._block_call: _OpenBlockCall | None = None
         self._open_modules: list[_OpenModule] = []
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._handles: list[RemovableHandle] = []
-        self._replaced: list[tuple[nn.Module, Any]] = []
-        self._attach(module, blocks)
 
-    def _attach(self, module: nn.Module, blocks: Blocks) -> None:
-        inner_ids = {id(part) for block in blocks.values() for part in block.modules()} - {
-            id(block) for block in blocks.values()
-        }
-        for name, part in module.named_modules():
-            if id(part) in inner_ids:
-                self._handles.append(
-                    part.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
-                )
-                self._handles.append(part.register_forward_hook(self._leave_module))
-        for name, block in blocks.items():
-            self._handles.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
-            self._handles.append(block.register_forward_hook(self._after_block))
-            self._replaced.append((block, block.__dict__.get("forward")))
-            block.forward = partial(self._run_block, name, block, block.forward)
+    def read(self) -> None:
+        """Follows all events."""
+        blocks, inner_modules = frozenset(self._recording.blocks), self._recording.inner_modules
+        for event in self._recording.events:
+            match event:
+                case FunctionCall():
+                    self._read_call(event)
+                case ModuleStart(name=name):
+                    if name in inner_modules:
+                        self._enter_module(name, event.args, event.kwargs)
+                    elif name in blocks:
+                        self._before_block(event)
+                case ModuleEnd(name=name):
+                    if name in inner_modules:
+                        self._leave_module(event)
+                    elif name in blocks:
+                        self._after_block(event.results)
+                case BlockStart():
+                    self._start_block(event)
+                case BlockEnd():
+                    self._end_block(event)
 
-    def detach(self) -> None:
-        """Removes all hooks and patches."""
-        for handle in self._handles:
-            handle.remove()
-        for block, own_forward in self._replaced:
-            block.__dict__.pop("forward", None)
-            if own_forward is not None:
-                block.__dict__["forward"] = own_forward
-
-    def residual_flows(self, outputs: Any) -> tuple[ResidualFlow, ...]:
-        """Returns the flows of the stream in a forward that returned `outputs`."""
-        self._read_by_glue |= {
-            self._producers[tensor] for tensor in tree_tensors(outputs) if tensor in self._producers
-        }
+    def residual_flows(self) -> tuple[ResidualFlow, ...]:
+        """Returns the flows of the stream."""
+        outputs = tensor_records(self._recording.outputs)
+        self._read_by_glue |= {self._producers[each.id] for each in outputs if each.id in self._producers}
         flows = dict(self._flows)
         for block_call, consumers in self._consumers.items():
             if block_call in self._read_by_glue or block_call not in flows or len(consumers) != 1:
@@ -172,110 +135,96 @@ class _ResidualTrace(TorchFunctionMode):
             flows[block_call] = replace(flows[block_call], consumer=consumer)
         return tuple(flows.values())
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def _read_call(self, call: FunctionCall) -> None:
         if self._block_call is None:
             if self._pending_inputs is None:
-                self._note_glue(func, (args, kwargs), result)
+                self._note_glue(call)
         elif not any(frame.role in ("colwise", "rowwise", "lm_head") for frame in self._open_modules):
-            self._note_block_op(self._block_call, func, args, kwargs, result)
-        return result
+            self._note_block_op(self._block_call, call)
 
-    def _note_glue(self, func: Any, given: Any, result: Any) -> None:
-        for tensor in tree_tensors(given):
-            if tensor not in self._producers:
+    def _note_glue(self, call: FunctionCall) -> None:
+        for tensor in call.inputs:
+            if tensor.id not in self._producers:
                 continue
-            block_call, results = self._producers[tensor], tree_tensors(result)
-            if func.__name__ == "__getitem__" and len(results) == 1 and is_full_view(results[0], tensor):
-                self._producers[results[0]] = block_call
-            elif results or func.__name__ in ("size", "__len__") or func == SHAPE_ATTRIBUTE.__get__:
+            block_call, results = self._producers[tensor.id], call.outputs
+            if call.name == "__getitem__" and len(results) == 1 and results[0].is_full_view(tensor):
+                self._producers[results[0].id] = block_call
+            elif results or call.name in ("size", "__len__") or call.owner == "shape":
                 self._read_by_glue.add(block_call)
 
-    def _note_block_op(
-        self,
-        block_call: _OpenBlockCall,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
-        operands = tree_tensors((args, kwargs))
-        residual = [tensor for tensor in operands if tensor in block_call.residual_tensors]
+    def _note_block_op(self, block_call: _OpenBlockCall, call: FunctionCall) -> None:
+        operands = call.inputs
+        residual = [tensor for tensor in operands if tensor.id in block_call.residual_tensors]
         if not residual:
             return
-        results, name = tree_tensors(result), func.__name__.strip("_")
-        if results and results[0] is not residual[0]:
+        results, name = call.outputs, call.name.strip("_")
+        if results and results[0].id != residual[0].id:
             for frame in self._open_modules:
-                frame.used_inputs |= {
-                    id(tensor) for tensor in residual if id(tensor) in frame.residual_inputs
-                }
+                frame.used_inputs |= {tensor.id for tensor in residual if tensor.id in frame.residual_inputs}
         reason = f"reads its values ({name})" if not results and reads_values(name) else ""
         if results:
             reason = self._foreign_param(operands) or tokenwise_problem(
-                name, args, kwargs, operands, residual, results[0]
+                name, call.args, call.kwargs, operands, residual, results[0]
             )
         if reason and not block_call.not_sequence_parallel:
             block_call.not_sequence_parallel = f"{self._open_modules[-1].name} {reason}"
         for tensor in results:
             if tuple(tensor.shape[:2]) == block_call.shape[:2]:
-                block_call.residual_tensors[tensor] = True
+                block_call.residual_tensors.add(tensor.id)
 
-    def _foreign_param(self, operands: Iterable[torch.Tensor]) -> str:
+    def _foreign_param(self, operands: Iterable[TensorRecord]) -> str:
         """Returns what is wrong with a parameter among `operands`: only gradients of norm parameters are
         summed over ranks.
         """
         frame = self._open_modules[-1]
         for tensor in operands:
-            if id(tensor) in self._names and not (
-                frame.role == "norm" and any(tensor is p for p in frame.module.parameters())
+            if tensor.id in self._names and not (
+                frame.role == "norm" and self._recording.has_parameter(frame.name, tensor)
             ):
-                return f"uses {self._names[id(tensor)]} on it"
+                return f"uses {self._names[tensor.id]} on it"
         return ""
 
-    def _before_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._block_call is None and torch.is_grad_enabled():
-            arg_of_id = {id(value): arg for arg, value in _arguments(args, kwargs).items()}
-            given = {
-                id(tensor): tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._producers
+    def _before_block(self, event: ModuleStart) -> None:
+        if self._block_call is None and event.grad_enabled:
+            arg_of_id = {
+                value.id: arg
+                for arg, value in _arguments(event.args, event.kwargs).items()
+                if isinstance(value, TensorRecord)
             }
-            self._pending_inputs = [
-                (self._producers[tensor], arg_of_id.get(id(tensor))) for tensor in given.values()
-            ]
+            inputs = tensor_records((event.args, event.kwargs))
+            given = dict.fromkeys(each.id for each in inputs if each.id in self._producers)
+            self._pending_inputs = [(self._producers[each], arg_of_id.get(each)) for each in given]
 
-    def _run_block(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Runs a block call; a block inside another one, or without gradients, is none."""
+    def _start_block(self, event: BlockStart) -> None:
+        self._last_block_call = event.block_call
         if self._block_call is not None or self._pending_inputs is None:
-            return forward(*args, **kwargs)
-        block_call = self._block_call = _OpenBlockCall(self._block_calls[-1])
+            return
+        block_call = self._block_call = _OpenBlockCall(event.block_call)
         for source, arg in self._pending_inputs:
             self._consumers.setdefault(source, []).append((block_call.name, arg))
-        for arg, value in _arguments(args, kwargs).items():
+        for arg, value in _arguments(event.args, event.kwargs).items():
             if (
                 not block_call.shape
-                and isinstance(value, torch.Tensor)
+                and isinstance(value, TensorRecord)
                 and value.ndim == 3
-                and value.is_floating_point()
+                and value.dtype.is_floating_point
             ):
                 block_call.arg, block_call.shape, block_call.input_needs_grad = (
                     arg,
                     tuple(value.shape),
                     value.requires_grad,
                 )
-                block_call.residual_tensors[value] = True
-        self._enter_module(name, block, args, kwargs)
-        try:
-            outputs = forward(*args, **kwargs)
-            self._leave_module(block, args, outputs)
-            self._note_flow(block_call, outputs)
-        finally:
-            self._block_call = None
-            self._open_modules.clear()
-        return outputs
+                block_call.residual_tensors.add(value.id)
+        self._enter_module(event.name, event.args, event.kwargs)
+
+    def _end_block(self, event: BlockEnd) -> None:
+        block_call = self._block_call
+        if block_call is None:
+            return
+        self._close_module(event.name, event.results)
+        self._note_flow(block_call, event.results)
+        self._block_call = None
+        self._open_modules.clear()
 
     def _note_flow(self, block_call: _OpenBlockCall, outputs: Any) -> None:
         """Notes how the stream went through a block call with these outputs."""
@@ -285,11 +234,11 @@ class _ResidualTrace(TorchFunctionMode):
         residual_indices = [
             i
             for i, each in enumerate(output_list)
-            if isinstance(each, torch.Tensor) and each in block_call.residual_tensors
+            if isinstance(each, TensorRecord) and each.id in block_call.residual_tensors
         ]
         if not residual_indices or tuple(output_list[residual_indices[0]].shape) != block_call.shape:
             return
-        if sum(each in block_call.residual_tensors for each in tree_tensors(outputs)) > 1:
+        if sum(each.id in block_call.residual_tensors for each in tensor_records(outputs)) > 1:
             block_call.not_sequence_parallel = (
                 block_call.not_sequence_parallel or "it returns more than one tensor of the residual stream"
             )
@@ -307,29 +256,27 @@ class _ResidualTrace(TorchFunctionMode):
             not_sequence_parallel=block_call.not_sequence_parallel,
         )
 
-    def _after_block(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
+    def _after_block(self, outputs: Any) -> None:
         if self._block_call is not None or self._pending_inputs is None:
             return
         self._pending_inputs = None
-        residual_flow = self._flows.get(self._block_calls[-1]) if self._block_calls else None
+        residual_flow = self._flows.get(self._last_block_call)
         if residual_flow is not None:
-            self._producers[
-                outputs if residual_flow.output_index is None else outputs[residual_flow.output_index]
-            ] = residual_flow.block_call
+            index = residual_flow.output_index
+            self._producers[(outputs if index is None else outputs[index]).id] = residual_flow.block_call
 
-    def _enter_module(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _enter_module(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         block_call = self._block_call
         if block_call is None:
             return
         taken: dict[int, tuple[int | str, ...]] = {}
         for arg, value in _arguments(args, kwargs).items():
-            if isinstance(value, torch.Tensor) and value in block_call.residual_tensors:
-                taken[id(value)] = (*taken.get(id(value), ()), arg)
+            if isinstance(value, TensorRecord) and value.id in block_call.residual_tensors:
+                taken[value.id] = (*taken.get(value.id, ()), arg)
         role = self._roles.get(name, "")
         if role and args:
-            mark = ResidualMark(takes_residual=id(args[0]) in taken)
+            first = args[0].id if isinstance(args[0], TensorRecord) else 0
+            mark = ResidualMark(takes_residual=first in taken)
             self.marks[name, block_call.name, block_call.num_calls[name]] = mark
             block_call.num_calls[name] += 1
             if mark.takes_residual and role == "rowwise":
@@ -338,27 +285,31 @@ class _ResidualTrace(TorchFunctionMode):
                 )
             if mark.takes_residual and role == "colwise":
                 for frame in self._open_modules[1:]:
-                    frame.marks += [(id(args[0]), mark)] if id(args[0]) in frame.residual_inputs else []
-        self._open_modules.append(_OpenModule(name, module, role, taken))
+                    frame.marks += [(first, mark)] if first in frame.residual_inputs else []
+        self._open_modules.append(_OpenModule(name, role, taken))
 
-    def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave_module(self, end: ModuleEnd) -> None:
+        if self._block_call is not None:
+            self._close_module(end.name, end.results)
+
+    def _close_module(self, name: str, output: Any) -> None:
         """Ends a module inside a block; the outermost module that takes the input of a colwise layer is its
         outer module.
         """
         block_call = self._block_call
-        if block_call is None or not self._open_modules or self._open_modules[-1].module is not module:
+        if block_call is None or not self._open_modules or self._open_modules[-1].name != name:
             return
         frame = self._open_modules.pop()
-        output_ids = {id(tensor) for tensor in tree_tensors(output)}
+        output_ids = {tensor.id for tensor in tensor_records(output)}
         for tensor, mark in frame.marks:
             if tensor not in frame.used_inputs | output_ids:
                 mark.outer_module, mark.outer_args = frame.name, frame.residual_inputs[tensor]
         if (
             frame.role == "rowwise"
-            and isinstance(output, torch.Tensor)
+            and isinstance(output, TensorRecord)
             and tuple(output.shape[:2]) == block_call.shape[:2]
         ):
-            block_call.residual_tensors[output] = True
+            block_call.residual_tensors.add(output.id)
 
 
 def _mark_calls(

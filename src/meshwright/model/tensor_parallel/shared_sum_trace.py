@@ -1,5 +1,5 @@
-"""Finds rowwise layers whose outputs end in one sum, by following them through a trial while they are
-only added to.
+"""Finds rowwise layers whose outputs end in one sum, by following them through a recorded forward while they
+are only added to.
 
     h = norm(x);  a = attention(h);  m = mlp(h);  y = x + a + m        a and m are summands of one sum: y
     a = attention(norm(x));  y = x + a;  m = mlp(norm(y));  z = y + m  a is read before m exists: two sums
@@ -13,18 +13,20 @@ Limits: additions of equal shapes and dtypes with factor one, with gradients on;
 forward. Code that reads an output only in some steps, and not in the trial, sees zeros.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    TensorFreed,
+    TensorRecord,
+)
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
 aten: Any = torch.ops.aten
@@ -35,39 +37,37 @@ COPY_OPS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)
 SummandIds = frozenset[int]
 
 
-class FusedAllReduces(TorchDispatchMode):
-    """Follows layer outputs through additions (`follow_layers`), and marks those that end in one sum
-    (`mark_calls`).
+class FusedAllReduces:
+    """Follows the outputs of `layers` through the additions of a recorded forward, to the ends of its blocks,
+    and marks those that end in one sum (`mark_calls`).
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, recording: Recording, layers: Iterable[str]) -> None:
         # layer, and index of the block call in which it ran
         self._uses: list[tuple[str, int]] = []
-        # by tensor: the layer uses that it contains as summands
-        self._summands: Any = WeakTensorKeyDictionary()
+        # by tensor that is alive: the layer uses that it contains as summands, and its storage
+        self._summands: dict[int, tuple[SummandIds, int]] = {}
         self._read_together: dict[SummandIds, None] = {}  # sets of summands that were read together, in order
         self._num_open_blocks, self._block = 0, 0
+        self._follow_forward(recording, frozenset(layers))
 
-    @contextmanager
-    def follow_layers(
-        self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]
-    ) -> Iterator[None]:
-        """Follows the outputs of `layers` of `module` to the ends of its `blocks`."""
-        handles = [block.register_forward_pre_hook(self._before_block) for block in blocks.values()]
-        handles += [block.register_forward_hook(self._after_block) for block in blocks.values()]
-        for name in dict.fromkeys(layers):  # before other hooks change the output
-            handles.append(
-                module.get_submodule(name).register_forward_hook(
-                    partial(self._after_layer, name), prepend=True
-                )
-            )
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _follow_forward(self, recording: Recording, layers: frozenset[str]) -> None:
+        blocks = frozenset(recording.blocks)
+        for event in recording.events:
+            match event:
+                case AtenOp():
+                    if self._summands:
+                        self._follow(event)
+                case TensorFreed(id=tensor):
+                    self._summands.pop(tensor, None)
+                case ModuleStart(name=name) if name in blocks:
+                    self._num_open_blocks += 1
+                    self._block += self._num_open_blocks == 1
+                case ModuleEnd(name=name):
+                    if name in layers:
+                        self._leave_layer(event)
+                    if name in blocks:
+                        self._end_block()
 
     def mark_calls(self, calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
         """Returns `calls` with the number of the sum for those that end in one."""
@@ -84,62 +84,49 @@ class FusedAllReduces(TorchDispatchMode):
         numbers = {name: number for number, layers in enumerate(joint_layers, 1) for name in layers}
         return tuple(replace(call, sum_id=numbers.get(call.name, 0)) for call in calls)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._summands:
-            self._follow(func, args, kwargs or {}, out)
-        return out
-
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        inputs = [tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._summands]
-        if not inputs or func in METADATA_OPS:
+    def _follow(self, op: AtenOp) -> None:
+        inputs = [tensor for tensor in op.inputs if tensor.id in self._summands]
+        if not inputs or op.overload in METADATA_OPS:
             return
-        summands = [self._summands[tensor] for tensor in inputs]
-        is_followed = torch.is_grad_enabled() and all(_same_shape_and_dtype(tensor, out) for tensor in inputs)
+        summands, out = [self._summands[tensor.id][0] for tensor in inputs], op.results
+        is_followed = op.grad_enabled and all(_same_shape_and_dtype(tensor, out) for tensor in inputs)
         if (
             is_followed
-            and func in ADD_OPS
-            and kwargs.get("alpha", 1) == 1
-            and self._adds(func, args, summands)
+            and op.overload in ADD_OPS
+            and op.kwargs.get("alpha", 1) == 1
+            and self._adds(op, summands)
         ):
-            self._summands[out] = frozenset().union(*summands)
-        elif is_followed and func._overloadpacket in COPY_OPS:
-            self._summands[out] = summands[0]
+            self._summands[out.id] = frozenset().union(*summands), out.storage
+        elif is_followed and op.packet in COPY_OPS:
+            self._summands[out.id] = summands[0], out.storage
         else:
             self._read_together |= dict.fromkeys(summands)
 
-    def _adds(self, func: Any, args: tuple[Any, ...], summands: Sequence[SummandIds]) -> bool:
+    def _adds(self, op: AtenOp, summands: Sequence[SummandIds]) -> bool:
         """Whether every summand occurs once in the result, and nothing else holds the tensor that is
         written.
         """
         if len(frozenset().union(*summands)) < sum(map(len, summands)):
             return False
-        if func is aten.add.Tensor:
+        if op.overload is aten.add.Tensor:
             return True
-        written = args[0]
-        other_tensors = (tensor for tensor in self._summands if tensor is not written)
-        return written in self._summands and not any(
-            storage_id(tensor) == storage_id(written) for tensor in other_tensors
-        )
+        written = op.args[0]
+        others = (storage for tensor, (_, storage) in self._summands.items() if tensor != written.id)
+        return written.id in self._summands and written.storage not in others
 
-    def _after_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and self._num_open_blocks:
-            self._summands[out] = frozenset({len(self._uses)})
-            self._uses.append((name, self._block))
+    def _leave_layer(self, end: ModuleEnd) -> None:
+        out = end.own_results
+        if isinstance(out, TensorRecord) and end.grad_enabled and self._num_open_blocks:
+            self._summands[out.id] = frozenset({len(self._uses)}), out.storage
+            self._uses.append((end.name, self._block))
 
-    def _before_block(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        self._num_open_blocks += 1
-        self._block += self._num_open_blocks == 1
-
-    def _after_block(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
+    def _end_block(self) -> None:
         """Ends a block: everything still carried counts as read."""
         self._num_open_blocks -= 1
         if not self._num_open_blocks:
-            self._read_together |= dict.fromkeys(self._summands.values())
-            self._summands = WeakTensorKeyDictionary()
+            self._read_together |= dict.fromkeys(summands for summands, _ in self._summands.values())
+            self._summands = {}
 
 
-def _same_shape_and_dtype(tensor: torch.Tensor, out: object) -> bool:
-    return isinstance(out, torch.Tensor) and out.shape == tensor.shape and out.dtype == tensor.dtype
+def _same_shape_and_dtype(tensor: TensorRecord, out: object) -> bool:
+    return isinstance(out, TensorRecord) and out.shape == tensor.shape and out.dtype == tensor.dtype

@@ -12,16 +12,22 @@ zeros, and the sum over the ranks is the embedding. In both cases no other code 
 weights all users are split, or none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.loss.loss_definition import Loss, VocabParallelLoss
-from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    TensorRecord,
+    tensor_records,
+)
 from meshwright.plan.model_spec.tensor_parallel_layers import LogitsSpec
 
 aten = torch.ops.aten
@@ -48,100 +54,90 @@ LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
 UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}
 
 
-class VocabFlow(TorchDispatchMode):
-    """Records which layers use the weights of `layers` (roles by name), and what happens to the outputs of
-    heads.
+class VocabFlow:
+    """The uses of the weights of layers (roles by name) in a recorded forward, and what happens to the
+    outputs of heads.
 
     `used_elsewhere` are layers whose weights other code uses, `not_shardable` gives the reason by layer,
     `logits_modified_by` the first operation that changes the logits of an LM head, `first_dims` the sizes of
     dim 0 of what layers are called with.
     """
 
-    def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
-        super().__init__()
-        self._roles = dict(layers)
+    def __init__(self, recording: Recording) -> None:
+        self._roles = recording.layer_roles
         self._open_layers: list[str] = []
-        # by storage id; the tensor keeps the storage alive, so its id is not reused
-        self._logits: dict[int, tuple[torch.Tensor, str]] = {}
+        self._logits: dict[int, str] = {}  # by storage: the head
         self._owners: dict[int, set[str]] = {}
         self.used_elsewhere: set[str] = set()
         self.not_shardable: dict[str, str] = {}
         self.logits_modified_by: dict[str, str] = {}
         self.first_dims: dict[str, set[int]] = {}
-        for name in layers:
-            for weight in module.get_submodule(name).parameters(recurse=False):
-                self._owners.setdefault(storage_id(weight), set()).add(name)
+        for name, weight in recording.parameters.items():
+            if (layer := name.rpartition(".")[0]) in self._roles:
+                self._owners.setdefault(weight.storage, set()).add(layer)
+        for event in recording.events:
+            match event:
+                case AtenOp():
+                    self._note_op(event)
+                case ModuleStart(name=name) if name in self._roles:
+                    self._open_layers.append(name)
+                    sizes = {each.shape[0] for each in tensor_records(event.args[:1]) if each.ndim}
+                    self.first_dims.setdefault(name, set()).update(sizes)
+                case ModuleEnd(name=name, results=results) if name in self._roles:
+                    self._open_layers.remove(name)
+                    if self._roles[name] == "lm_head" and isinstance(results, TensorRecord):
+                        self._logits[results.storage] = name
 
-    def enter_layer(self, name: str, args: tuple[Any, ...]) -> None:
-        """Starts the layer `name`, called with `args`."""
-        self._open_layers.append(name)
-        self.first_dims.setdefault(name, set()).update(
-            each.shape[0] for each in tree_tensors(args[:1]) if each.ndim
-        )
+    def find_head(self, storage: int) -> str:
+        """Returns the LM head whose logits are in this storage, along its last dim; "" if there is none."""
+        return self._logits.get(storage, "")
 
-    def leave_layer(self, name: str, output: Any) -> None:
-        """Ends the layer `name` with its output."""
-        self._open_layers.remove(name)
-        if self._roles[name] == "lm_head" and isinstance(output, torch.Tensor):
-            self._logits[storage_id(output)] = output, name
-
-    def find_head(self, tensor: torch.Tensor) -> str:
-        """Returns the LM head whose logits lie along the last dim of `tensor`; "" if there is none."""
-        return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not tree_tensors(out):
-            return out
-        inputs = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
+    def _note_op(self, op: AtenOp) -> None:
+        outputs = op.outputs
+        if not outputs:
+            return
+        inputs, packet = [tensor for tensor in op.inputs if tensor.is_strided], op.packet
         self._note_weight_use(inputs)
-        name = func._overloadpacket.__name__
+        name = packet.__name__
         if self._open_layers and self._roles[self._open_layers[-1]] == "embedding":
-            is_lookup = (
-                func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in inputs) < 2
-            )
+            is_lookup = packet in LOOKUP_OPS and sum(tensor.requires_grad for tensor in inputs) < 2
             self.not_shardable |= {} if is_lookup else {self._open_layers[-1]: f"{name} follows the look-up"}
-        heads_of_inputs = {self.find_head(tensor) for tensor in inputs} - {""}
-        if heads_of_inputs and not self._is_elementwise(func, args, inputs, out):
+        heads_of_inputs = {self.find_head(tensor.storage) for tensor in inputs} - {""}
+        if heads_of_inputs and not self._is_elementwise(op, inputs, outputs):
             self.not_shardable |= dict.fromkeys(
                 heads_of_inputs - set(self.not_shardable), f"{name} needs all logits of a token at once"
             )
         elif heads_of_inputs:
-            if func._overloadpacket not in ALIAS_OPS or any(
-                each.shape != inputs[0].shape for each in tree_tensors(out)
-            ):
+            if packet not in ALIAS_OPS or any(each.shape != inputs[0].shape for each in outputs):
                 self.logits_modified_by = dict.fromkeys(heads_of_inputs, name) | self.logits_modified_by
-            self._logits |= {storage_id(each): (each, min(heads_of_inputs)) for each in tree_tensors(out)}
-        return out
+            self._logits |= {each.storage: min(heads_of_inputs) for each in outputs}
 
-    def _note_weight_use(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _note_weight_use(self, inputs: Sequence[TensorRecord]) -> None:
         for tensor in inputs:
-            owners = self._owners.get(storage_id(tensor), set())
+            owners = self._owners.get(tensor.storage, set())
             if owners and owners.isdisjoint(self._open_layers):
                 self.used_elsewhere |= owners
 
     def _is_elementwise(
-        self, func: Any, args: tuple[Any, ...], inputs: Sequence[torch.Tensor], out: Any
+        self, op: AtenOp, inputs: Sequence[TensorRecord], outputs: Sequence[TensorRecord]
     ) -> bool:
         """Whether each logit is changed by itself, and the vocabulary stays the last dim.
 
         A trained operand would get a gradient summed over the vocabulary, so it is excluded.
         """
-        logits_inputs = [tensor for tensor in inputs if self.find_head(tensor)]
+        logits_inputs = [tensor for tensor in inputs if self.find_head(tensor.storage)]
         vocab_sizes = {tensor.shape[-1] for tensor in logits_inputs if tensor.ndim}
         if len(vocab_sizes) != 1 or any(
-            each.ndim == 0 or each.shape[-1] not in vocab_sizes for each in tree_tensors(out)
+            each.ndim == 0 or each.shape[-1] not in vocab_sizes for each in outputs
         ):
             return False
-        if func._overloadpacket in SHAPE_OPS:
+        if op.packet in SHAPE_OPS:
             return True
-        other_inputs = [tensor for tensor in inputs if not self.find_head(tensor)]
+        other_inputs = [tensor for tensor in inputs if not self.find_head(tensor.storage)]
         are_scalars = all(
             (each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in other_inputs
         )
-        return torch.Tag.pointwise in func.tags and are_scalars
+        return torch.Tag.pointwise in op.overload.tags and are_scalars
 
 
 @dataclass(frozen=True)
@@ -161,21 +157,23 @@ def find_vocab_splits(
     called_layers: Sequence[str],
     outputs: Any,
     num_samples: int,
+    storage_number: Callable[[torch.Tensor], int],
 ) -> VocabSplit:
     """Returns `roles` by layer, with embeddings and LM heads that cannot be split along the vocabulary marked
     as unsharded.
 
     `vocab_flow` is what the trial of `num_samples` recorded, `called_layers` are the layers it called, in
-    order, `outputs` its outputs.
+    order, `outputs` its outputs; `storage_number` returns the number that a storage has in it.
     """
     split_loss = loss.vocab_parallel
     loss_logits = None if split_loss is None else _loss_logits(split_loss, outputs)
     heads_of_inputs = [name for name, role in roles.items() if role == "lm_head"]
     embeddings = [name for name, role in roles.items() if role == "embedding"]
+    head = "" if loss_logits is None else vocab_flow.find_head(storage_number(loss_logits))
     reasons = {
         name: reason
         for name in heads_of_inputs
-        if (reason := _why_head_unsharded(module, vocab_flow, called_layers, name, loss_logits))
+        if (reason := _why_head_unsharded(module, vocab_flow, called_layers, name, loss_logits, head))
     }
     vocab_sizes = {len(weight) for name in heads_of_inputs if (weight := _weight(module, name)) is not None}
     reasons |= {
@@ -232,6 +230,7 @@ def _why_head_unsharded(
     called_layers: Sequence[str],
     name: str,
     loss_logits: torch.Tensor | None,
+    head_of_loss: str,
 ) -> str:
     layer = module.get_submodule(name)
     if loss_logits is None:
@@ -240,7 +239,7 @@ def _why_head_unsharded(
         return f"a forward calls it {called_layers.count(name)} times"
     if type(layer).forward is not nn.Linear.forward:
         return f"{type(layer).__name__} overrides the forward of nn.Linear"
-    if name in vocab_flow.not_shardable or vocab_flow.find_head(loss_logits) != name:
+    if name in vocab_flow.not_shardable or head_of_loss != name:
         return vocab_flow.not_shardable.get(name, "the loss takes other tensors than its output")
     return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
 

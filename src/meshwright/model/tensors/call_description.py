@@ -1,9 +1,13 @@
-"""Describes a call of a torch function: its name, the line of the model that makes it, constant arguments."""
+"""Describes a call of a torch function: its name, the line of the model that makes it, constant arguments,
+and whether the model will make it again in the backward.
+"""
 
 import sys
 from typing import Any
 
 import torch
+
+CHECKPOINT_MODULE = "torch.utils.checkpoint"
 
 
 def function_title(func: Any) -> str:
@@ -30,3 +34,18 @@ def is_constant(leaf: Any) -> bool:
     return leaf is None or isinstance(
         leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
     )
+
+
+def in_user_checkpoint() -> bool:
+    """Returns whether the running code is inside torch.utils.checkpoint, of either kind, by the model
+    itself.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__module__ == CHECKPOINT_MODULE:
+        return True
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != CHECKPOINT_MODULE:
+        frame = frame.f_back
+    return frame is not None

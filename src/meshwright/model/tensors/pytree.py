@@ -36,7 +36,13 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, (tuple, list)):
         items: Mapping[Any, Any] = dict(enumerate(value))
     else:
-        items = value if isinstance(value, dict) else _items(value) if is_dataclass_instance(value) else {}
+        items = (
+            value
+            if isinstance(value, dict)
+            else dataclass_items(value)
+            if is_dataclass_instance(value)
+            else {}
+        )
     return [
         found
         for key, item in items.items()
@@ -61,7 +67,7 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
         elif isinstance(value, dict):
             _collect(value.values(), found)
         elif is_dataclass_instance(value):
-            _collect(_items(value).values(), found)
+            _collect(dataclass_items(value).values(), found)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -94,7 +100,7 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any
             if fresh is not item:
                 value[key] = fresh
     elif is_dataclass_instance(value):
-        for name, item in _items(value).items():
+        for name, item in dataclass_items(value).items():
             fresh = replace_tensors(item, replacements)
             if fresh is not item:
                 object.__setattr__(value, name, fresh)  # a frozen one too: leaf or not, it is the same value
@@ -122,7 +128,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     if not is_dataclass_instance(value):
         return function(value)
     fresh = copy(value)
-    for name, item in _items(value).items():
+    for name, item in dataclass_items(value).items():
         object.__setattr__(fresh, name, map_leaves(item, function))
     return fresh
 
@@ -176,7 +182,7 @@ def _contents(value: Any) -> Iterator[Any]:
     elif isinstance(value, (tuple, list)):
         yield from value
     elif is_dataclass_instance(value):
-        yield from _items(value).values()
+        yield from dataclass_items(value).values()
     elif "__dict__" in dir(value) and not callable(value):
         yield from vars(value).values()
 
@@ -203,7 +209,8 @@ def _is_dataclass(kind: type) -> bool:
     return is_dataclass(kind)
 
 
-def _items(value: Any) -> dict[str, Any]:
+def dataclass_items(value: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass instance that are set."""
     found = {}
     for field in fields(value):
         with suppress(AttributeError):  # one with init=False may have none yet

@@ -8,25 +8,29 @@ inputs; any other layer counts only itself. The rowwise layer's call carries wha
 the colwise layers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    BlockStart,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    TensorRecord,
+)
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse
-from meshwright.model.tensors.pytree import storage_id
+from meshwright.model.trial.op_counter import count_flops
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
-SavedStorage = tuple[int, int, float]  # (clock, storage id, number of elements)
+SavedStorage = tuple[int, int, float]  # (time, storage, number of elements)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """One call of a layer: its begin and end on the clock, total flops at either, and its input's storage."""
+    """One call of a layer: its begin and end as indices of events, total flops at either, and its input's
+    storage.
+    """
 
     name: str
     begin: int
@@ -36,23 +40,35 @@ class LayerCosts:
     input_storage: int
 
 
-class LayerCostRecorder:
-    """Records when layers run; `total_flops()` and `num_uses()` count flops and layer uses so far."""
+class LayerRanges:
+    """The calls of the layers with roles in a recorded forward; a time is the index of an event.
 
-    def __init__(self, total_flops: Callable[[], int], num_uses: Callable[[], int]) -> None:
-        self.clock = 0
-        self._total_flops, self._num_uses = total_flops, num_uses
-        self._open: list[tuple[int, int]] = []
+    `use_times` are the ends of those that are uses. `block_flops` are the flops of each block call and of
+    what runs until the next one.
+    """
+
+    def __init__(self, recording: Recording, use_times: Collection[int]) -> None:
         self._ranges: dict[int, LayerCosts] = {}
-
-    def attach_hooks(self, module: nn.Module, layers: Iterable[str]) -> list[RemovableHandle]:
-        """Adds hooks to `layers` of `module`; recording ends when the returned handles are removed."""
-        handles = []
-        for name in layers:
-            layer = module.get_submodule(name)
-            handles.append(layer.register_forward_pre_hook(self._begin))
-            handles.append(layer.register_forward_hook(partial(self._end, name)))
-        return handles
+        self.block_flops: list[int] = []
+        roles, total_flops, num_uses = recording.layer_roles, 0, 0
+        open_layers: list[tuple[int, int]] = []
+        for time, event in enumerate(recording.events):
+            match event:
+                case AtenOp():
+                    flops = count_flops(event)
+                    total_flops += flops
+                    if self.block_flops:
+                        self.block_flops[-1] += flops
+                case BlockStart():
+                    self.block_flops.append(0)
+                case ModuleStart(name=name) if name in roles:
+                    open_layers.append((time, total_flops))
+                case ModuleEnd(name=name, args=args) if name in roles:
+                    begin, flops_before = open_layers.pop()
+                    storage = args[0].storage if args and isinstance(args[0], TensorRecord) else 0
+                    # a use that is not recorded gives its number to the next one
+                    self._ranges[num_uses] = LayerCosts(name, begin, time, flops_before, total_flops, storage)
+                    num_uses += time in use_times
 
     def add_costs(
         self, calls: Sequence[LayerCall], uses: Sequence[LayerUse], saved: Iterable[SavedStorage], batch: int
@@ -100,19 +116,6 @@ class LayerCostRecorder:
                     - sum(each.flops_after - each.flops_before for each in colwise_ranges)
                 )
                 colwise_ranges = []
-            saved_numel = sum(numel for clock, _, numel in saved_inside if begin <= clock <= layer_range.end)
+            saved_numel = sum(numel for time, _, numel in saved_inside if begin <= time <= layer_range.end)
             costed_calls.append(replace(call, flops=flops // batch, saved_numel=round(saved_numel) // batch))
         return tuple(costed_calls)
-
-    def _begin(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        self.clock += 1
-        self._open.append((self.clock, self._total_flops()))
-
-    def _end(self, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        begin, flops_before = self._open.pop()
-        input_storage = storage_id(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
-        # a use that is not recorded gives its number to the next one
-        self._ranges[self._num_uses()] = LayerCosts(
-            name, begin, self.clock, flops_before, self._total_flops(), input_storage
-        )
-        self.clock += 1

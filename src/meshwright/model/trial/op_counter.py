@@ -1,8 +1,6 @@
 """Counts a trial's operations: flops, sizes of matrix products and attention, bytes of the others.
 
-`FlopCounter` uses the formulas of torch.utils.flop_counter. torch's own mode also tracks modules, by hooks
-that every thread of the process would see and that forbid `torch.autograd.grad` in a forward; this mode only
-counts.
+`count_flops` uses the formulas of torch.utils.flop_counter.
 
 `OpCounter` records sizes. The trial's number of samples is a prime that divides no other size, so a size that
 it divides grows with the number of samples and any other size does not. Counts go to the open section: the
@@ -22,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.model.recording.forward_recording import AtenOp, TensorRecord
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     COMPUTE_HEAVY_OPS,
     AttentionOp,
@@ -237,23 +236,23 @@ MATMUL_SHAPES = MappingProxyType(
 )
 
 
-class FlopCounter(TorchDispatchMode):
-    """While active, adds the flops of what this thread runs to `total_flops`; a multiply-add is two."""
+def count_flops(op: AtenOp) -> int:
+    """Returns the flops of a recorded operation; a multiply-add is two."""
+    if op.packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return _sdpa_flops(*(each.shape for each in op.args[:3]))
+    if op.packet not in flop_registry:
+        return 0
+    args, kwargs, out = (_shapes(each) for each in (op.args, op.kwargs, op.results))
+    return flop_registry[op.packet](*args, **kwargs, out_val=out)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total_flops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            self.total_flops += _sdpa_flops(args[0].shape, args[1].shape, args[2].shape)
-        elif func._overloadpacket in flop_registry:
-            self.total_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        return out
+def _shapes(value: Any) -> Any:
+    """Returns a recorded value with the shapes of its tensors."""
+    if isinstance(value, TensorRecord):
+        return value.shape
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        return type(value)(map(_shapes, value))
+    return {key: _shapes(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def _sdpa_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:

@@ -35,7 +35,7 @@ from meshwright.model.tensor_parallel.layer_roles import (
 )
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal, propose_splits
 from meshwright.model.tensor_parallel.vocab_split_search import find_vocab_splits
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, TrialFindings
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, RecordedTrial, TrialFindings
 from meshwright.plan.model_spec.tensor_parallel_layers import (
     LayerCall,
     LogitsSpec,
@@ -223,13 +223,14 @@ def traced_roles(
 def find_shardable_layers(
     module: nn.Module,
     findings: TrialFindings,
+    trial: RecordedTrial,
     shardable_layers: Sequence[LayerRole],
     roles: Mapping[str, str],
     loss: Loss,
     try_splits: TrySplits,
 ) -> ShardableLayers:
-    """Returns the shardable layers of `module` according to `findings`; `try_splits` runs a proposal on
-    slices.
+    """Returns the shardable layers of `module` according to `findings` of a `trial`; `try_splits` runs a
+    proposal on slices.
     """
     declared = {
         layer.name: layer.role for layer in shardable_layers if layer.role and layer.source != KNOWN_BY_KIND
@@ -248,7 +249,14 @@ def find_shardable_layers(
         name: "" if name in unproven | unplanned else role for name, role in roles.items()
     } | dict(proposal.roles)
     vocab_splits = find_vocab_splits(
-        module, proposed_roles, loss, findings.vocab_flow, uses, findings.outputs, PROBE_BATCH
+        module,
+        proposed_roles,
+        loss,
+        findings.vocab_flow,
+        uses,
+        trial.outputs,
+        PROBE_BATCH,
+        trial.storage_number,
     )
     single_layers = {
         layer.name

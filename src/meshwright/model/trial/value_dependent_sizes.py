@@ -7,12 +7,9 @@
 The bytes that ranks send are planned. A layer that is given so many rows is computed in full on every rank.
 """
 
-from typing import Any
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.model.recording.forward_recording import AtenOp, TensorRecord, tensor_records
 
 # results have the shape of the first operand
 SHAPED_BY_FIRST = frozenset(
@@ -20,40 +17,34 @@ SHAPED_BY_FIRST = frozenset(
 )
 
 
-class ValueDependentSizes(TorchDispatchMode):
-    """Knows, of the tensors made while it is active, those with a size that depends on values."""
+class ValueDependentSizes:
+    """Knows, of the tensors in the operations that it read, those with a size that depends on values."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._sizes = WeakTensorKeyDictionary()
+        self._sizes: dict[int, int] = {}  # by tensor
 
-    def has_such_rows(self, tensor: torch.Tensor) -> bool:
+    def has_such_rows(self, tensor: TensorRecord) -> bool:
         """Returns whether a dim of `tensor`, other than the last one, depends on values."""
-        return self._sizes.get(tensor) in tensor.shape[:-1]
+        return self._sizes.get(tensor.id) in tensor.shape[:-1]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        if _depends_on_values(func, args):
-            for result in results:
-                self._sizes[result] = result.shape[0]
-            return out
-        name = func._overloadpacket.__name__
+    def read_op(self, op: AtenOp) -> None:
+        """Follows one operation."""
+        if torch.Tag.dynamic_output_shape in op.overload.tags and _depends_on_values(op):
+            for result in op.outputs:
+                self._sizes[result.id] = result.shape[0]
+            return
+        if not self._sizes:
+            return
+        name = op.packet.__name__
         by_first = name.rstrip("_") in SHAPED_BY_FIRST or name.endswith("_")
-        operands = tree_leaves(args[:1] if by_first else (args, kwargs))
-        sizes = {self._sizes.get(leaf) for leaf in operands if isinstance(leaf, torch.Tensor)} - {None}
-        for result in results if sizes else ():
+        operands = tensor_records(op.args[:1]) if by_first else op.inputs
+        sizes = {self._sizes[each.id] for each in operands if each.id in self._sizes}
+        for result in op.outputs if sizes else ():
             if found := sizes.intersection(result.shape):
-                self._sizes[result] = found.pop()
-        return out
+                self._sizes[result.id] = found.pop()
 
 
-def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    if func.overloadpacket is not torch.ops.aten.index:
+def _depends_on_values(op: AtenOp) -> bool:
+    if op.packet is not torch.ops.aten.index:
         return True
-    masks = (leaf for leaf in tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor))
-    return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in masks)
+    return any(each.dtype in (torch.bool, torch.uint8) for each in tensor_records(op.args[1:]))

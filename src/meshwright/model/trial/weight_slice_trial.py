@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
+from meshwright.model.blocks.block_forward_backward import ForwardDriver
+from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.tensor_parallel.colwise_rowwise_groups import NUM_ATTEMPTS, find_layer_groups
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
 from meshwright.model.tensor_parallel.layer_pairs import common_side, is_weight_transposed, split_param_dims
@@ -30,6 +32,7 @@ from meshwright.model.tensor_parallel.split_proposal import (
     take_local_heads,
 )
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, SizeAttribute
 
@@ -81,7 +84,6 @@ def _find_failure(
     ready: PrepareForward,
     blocks: Sequence[str],
 ) -> _Failure | None:
-    flow, entered_blocks = FeatureFlow(), [""]
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
         owner = module.get_submodule(name)
@@ -91,37 +93,17 @@ def _find_failure(
     for portion in proposal.per_head_inputs:
         block = module.get_submodule(portion.block)
         block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
-    block_modules, depth = {name: module.get_submodule(name) for name in blocks}, [0]
-
-    def enter(name: str, block: nn.Module, args: tuple[Any, ...]) -> None:
-        depth[0] += 1
-        entered_blocks.append(name)
-        flow.begin_block_call(name)
-
-    def leave(block: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        depth[0] -= 1
-
+    block_modules = {name: module.get_submodule(name) for name in blocks}
+    recorder = ForwardRecorder(module, block_modules, 0, layer_kinds=traced_layer_kinds(module))
     try:
-        following = flow.follow_forward(
-            module, block_modules, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
-        )
-        with (
-            silence_fake_errors(),
-            ready(module) as forward,
-            following,
-        ):  # the flow must see dropout before its mask is drawn
-            for (
-                name,
-                block,
-            ) in (
-                block_modules.items()
-            ):  # inside the hooks with which the flow notes where a block begins and ends
-                block.register_forward_pre_hook(partial(enter, name))
-                block.register_forward_hook(leave, prepend=True)
-            forward()
+        # the recorder must see dropout before its mask is drawn
+        with silence_fake_errors(), ready(module) as forward, recorder.recording():
+            driver = ForwardDriver(block_modules, cut_graph=False)
+            driver.forward(recorder.begin_block_call, forward)
     except Exception as error:  # any failure is a result, reported in a note
-        return entered_blocks[-1], f"{type(error).__name__}: {_first_line(error)}", error
-    return _unit_mismatch(flow, proposal)
+        block = block_of(recorder.last_block_call)
+        return block, f"{type(error).__name__}: {_first_line(error)}", error
+    return _unit_mismatch(FeatureFlow().read(recorder.finish(None)), proposal)
 
 
 def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
@@ -139,7 +121,7 @@ def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | Non
         if traced != expected and (traced is not None or expected.max_ranks > 1):
             units = "none" if traced is None else str(traced.max_ranks)
             return (
-                node.block_call,
+                block_of(node.block_call),
                 f"of {expected.max_ranks} heads or features of {node.name} in a slice it makes {units}",
                 None,
             )

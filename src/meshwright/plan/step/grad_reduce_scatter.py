@@ -23,7 +23,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.grad_dependencies import completing_backwards, contributing_calls
-from meshwright.plan.step.memory.memory_names import SCRATCH, grad_name
+from meshwright.plan.step.memory.memory_names import SCRATCH, grad_name, sum_name
 from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 
@@ -127,7 +127,7 @@ class GradReduceScatter:
         for group in self.param_groups:
             backwards = completing_backwards(actions, group, self.block_calls)
             first, last = backwards[0], backwards[-1]
-            allocation = Allocation(self._sum_name(group), self._nbytes(group))
+            allocation = Allocation(sum_name(group), self._nbytes(group))
             waits = (actions[first].name,)
             pack = Action(
                 "PACK",
@@ -193,7 +193,7 @@ class GradReduceScatter:
         reduce = self._reduce(param_group, microbatch, (pack.name,))
         first, casts = param_group.name not in summed, self.reduce_dtype != self.grad_dtype
         shard = Allocation(
-            self._sum_name(param_group),
+            sum_name(param_group),
             self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype],
         )
         accumulate = None
@@ -241,7 +241,7 @@ class GradReduceScatter:
             return action
         full_grads = {grad_name(group) for group in self.param_groups}
         frees = tuple(name for name in action.frees if name not in full_grads)
-        return replace(action, frees=(*frees, *map(self._sum_name, self.param_groups)))
+        return replace(action, frees=(*frees, *map(sum_name, self.param_groups)))
 
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
         return tuple(
@@ -255,7 +255,3 @@ class GradReduceScatter:
 
     def _nbytes(self, param_group: ParamGroup) -> int:
         return self.flat_param_specs[param_group.name].numel * FLOAT_NBYTES[self.reduce_dtype]
-
-    @staticmethod
-    def _sum_name(param_group: ParamGroup) -> str:
-        return f"summed gradient({param_group.name})"

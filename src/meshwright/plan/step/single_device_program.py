@@ -7,7 +7,7 @@
     CLIP         the gradient norm, and clipping by it
     LOCAL_NORM   sum of the squares of this rank's gradients
     GLOBAL_NORM  sum of the squared norms over all ranks
-    STEP         the optimizer; gradients are freed afterwards
+    STEP         the optimizer, of all parameters or of one group (`step_by_group`); frees their gradients
 
 A rank may step more than once: then a list of `StageCalls` says after which backwards, each with the gradient
 of that microbatch alone. LOCAL_NORM precedes each such STEP, nothing is clipped, and GLOBAL_NORM sums all
@@ -37,10 +37,10 @@ from meshwright.plan.step.memory.memory_names import (
     loss_grad_name,
     output_name,
     saved_activations_name,
+    sum_name,
 )
 from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
-FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
@@ -118,7 +118,7 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     if view.plan.block_calls_by_pp_rank:
         pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
     num_ranks = view.plan.mesh.world_size // pp_size
-    first = pp_rank * num_ranks  # no plan uses an axis outside pp, so the ranks of a stage follow one another
+    first = pp_rank * num_ranks  # nothing lies outside pp, so the ranks of a stage follow one another
     return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
 
 
@@ -130,6 +130,9 @@ def spans_roles(transfer: Transfer) -> bool:
 def stage_role_name(pp_rank: int) -> str:
     """Returns the name of the role of the ranks at index `pp_rank` along pp."""
     return f"pp{pp_rank}"
+
+
+FIRST_ROLE = stage_role_name(0)
 
 
 def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
@@ -154,6 +157,33 @@ def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
     return tuple(
         action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None
     )
+
+
+def step_by_group(actions: Iterable[Action], view: RankView) -> list[Action]:
+    """Returns `actions` with a STEP for each parameter group of `view` in place of the one for all, in their
+    order, so that the update of one group may overlap with what others need before and after theirs.
+
+    Each frees the gradients of its group, and the last one what the one for all freed besides. To be called
+    when all gradients have their place: by a strategy of the phase "comm". Updates per microbatch stay whole.
+    """
+    groups, found = view.param_groups, list[Action]()
+    own_grads = {name: group.name for group in groups for name in (grad_name(group), sum_name(group))}
+    for action in actions:
+        if action.kind != "STEP" or action.subject or action.microbatch is not None or not groups:
+            found.append(action)
+            continue
+        for group in groups:
+            frees = [name for name in action.frees if own_grads.get(name) == group.name]
+            if group is groups[-1]:
+                frees += [name for name in action.frees if name not in own_grads]
+            found.append(replace(action, subject=group.name, tensors=group.names, frees=tuple(frees)))
+    last = Action("STEP", groups[-1].name).name if groups else ""
+    return [
+        replace(action, waits=tuple(last if name == "STEP()" else name for name in action.waits))
+        if "STEP()" in action.waits
+        else action
+        for action in found
+    ]
 
 
 def reduce_totals_along(

@@ -115,7 +115,7 @@ class ActionCosts:
         if kind == "LOSS":
             return self._loss_seconds(action)
         if kind == "STEP":
-            return self._optimizer_seconds
+            return self._optimizer_seconds * (self._share_of(action.tensors) if action.subject else 1.0)
         if kind in COPY_KINDS:
             return self._gradient_pass_seconds(action.tensors, 2)
         if kind == "ACCUMULATE":
@@ -285,6 +285,11 @@ class ActionCosts:
         width = FLOAT_NBYTES[self._plan.job.precision.effective.gradients]
         numels = (self._numel[name][in_shards] for name in names if name in self._numel)
         return sum(self._warm_memory_seconds(num_passes * width * numel) for numel in numels)
+
+    def _share_of(self, names: Iterable[str]) -> float:
+        """The elements of this rank's shards of `names`, of those of all trained parameters."""
+        numels = {name: in_shards for name, (_, in_shards) in self._numel.items()}
+        return sum(numels[name] for name in names if name in numels) / (sum(numels.values()) or 1.0)
 
     def _warm_memory_seconds(self, nbytes: float) -> float:
         """Seconds of an operation on memory that is already allocated: no page faults, whatever its size."""

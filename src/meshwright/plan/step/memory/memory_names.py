@@ -5,6 +5,11 @@ from meshwright.plan.sharding.param_sharding import ParamGroup
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 
 
+def sum_name(param_group: ParamGroup) -> str:
+    """Returns the name of the memory of this rank's shard of the summed gradients of `param_group`."""
+    return f"summed gradient({param_group.name})"
+
+
 def grad_name(param_group: ParamGroup) -> str:
     """Returns the name of the memory of the gradients of `param_group`."""
     return f"gradient({param_group.name})"

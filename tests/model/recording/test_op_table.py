@@ -4,17 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.tensors.op_tables import reads_values, tokenwise_problem
+from meshwright.model.recording.op_table import reads_values, tokenwise_problem
+from tests.model.recording.recorded_functions import record_function
 
 STREAM, OTHER = torch.rand(3, 5, 4), torch.rand(3, 5, 4)
 
 
 def reason_not_tokenwise(func: object, *args: object, **kwargs: object) -> str:
     """Returns what is said of `func`, whose first argument is the stream, and so is `OTHER`."""
+    call = next(record_function(lambda: func(*args, **kwargs)).calls())
     operands = [each for each in args if isinstance(each, torch.Tensor)]
-    carried = [each for each in operands if each is STREAM or each is OTHER]
+    pairs = zip(operands, call.inputs, strict=True)
+    carried = [record for tensor, record in pairs if tensor is STREAM or tensor is OTHER]
     name = func.__name__.strip("_")
-    return tokenwise_problem(name, args, kwargs, operands, carried, func(*args, **kwargs))
+    return tokenwise_problem(name, call.args, call.kwargs, call.inputs, carried, call.outputs[0])
 
 
 @pytest.mark.parametrize(

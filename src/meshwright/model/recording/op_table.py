@@ -13,9 +13,7 @@ tokens holds for a slice of them. Any other operation is assumed to mix tokens.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from meshwright.model.tensors.pytree import storage_id
+from meshwright.model.recording.forward_recording import TensorRecord
 
 _TOKENWISE_NAMES = """
     add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow lerp addcmul where
@@ -39,9 +37,9 @@ def tokenwise_problem(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    operands: Sequence[torch.Tensor],
-    stream_tensors: Sequence[torch.Tensor],
-    result: torch.Tensor,
+    operands: Sequence[TensorRecord],
+    stream_tensors: Sequence[TensorRecord],
+    result: TensorRecord,
 ) -> str:
     """Returns the reason why the operation `name` does not treat each token by itself; "" if it does.
 
@@ -49,7 +47,7 @@ def tokenwise_problem(
     the tensor that it returns.
     """
     dims = stream_tensors[0].ndim
-    if name in _LAST_DIM_REDUCTIONS and operands[0] is stream_tensors[0] and len(stream_tensors) == 1:
+    if name in _LAST_DIM_REDUCTIONS and operands[0].id == stream_tensors[0].id and len(stream_tensors) == 1:
         if name in ("layer_norm", "rms_norm"):
             return (
                 ""
@@ -65,16 +63,10 @@ def tokenwise_problem(
         return f"computes '{name}' with it"
     if any(tensor.ndim != result.ndim for tensor in stream_tensors):
         return f"computes '{name}' of tensors of different shapes"
-    others = [tensor for tensor in operands if not any(tensor is each for each in stream_tensors)]
+    others = [tensor for tensor in operands if not any(tensor.id == each.id for each in stream_tensors)]
     if any(tensor.ndim >= result.ndim - 1 and tensor.shape[1 - result.ndim] != 1 for tensor in others):
         return f"computes '{name}' of it and of a tensor of all tokens"
     return ""
-
-
-def is_full_view(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Returns whether `view` has the same storage, shape and strides as `tensor`."""
-    same = storage_id(view) == storage_id(tensor) and view.storage_offset() == tensor.storage_offset()
-    return same and view.shape == tensor.shape and view.stride() == tensor.stride()
 
 
 def _name_set(names: str) -> frozenset[str]:

@@ -1,0 +1,124 @@
+"""Records the forwards of a model that its analysis reads.
+
+    PROBE_BATCH samples           what `read_trial` and the residual stream read
+    SECOND_BATCH_SIZE samples     on a fresh module: which dims are those of samples, and what varies
+
+Both run on fake tensors; a model whose forward reads values of tensors is made in full for them, on the CPU.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
+from meshwright.model.analysis.repeated_forward import (
+    RepeatedForward,
+    model_operations,
+    same_but_for_batch_size,
+)
+from meshwright.model.analysis.sharding_trials import get_blocks, repeat_samples
+from meshwright.model.loading.deferred_init import DeferredInit
+from meshwright.model.loading.loader import LoadedModel
+from meshwright.model.recording.forward_recording import Recording
+from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
+from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.trial.fake_tensor_forward import (
+    PROBE_BATCH,
+    RecordedTrial,
+    TrialFindings,
+    read_trial,
+    record_trial,
+)
+from meshwright.model.trial.shardable_layers import traced_roles
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.model_spec import BatchTensor
+
+Example = Mapping[str, torch.Tensor]
+SECOND_BATCH_SIZE = 5
+# findings, their trial, draw sites, and the outputs that the loss reads
+TrialResult = tuple[TrialFindings, RecordedTrial, DrawSites, tuple[BatchTensor, ...]]
+FindLossInputs = Callable[[RecordedTrial, RecordedTrial | None], tuple[BatchTensor, ...]]
+
+
+def record_model(loaded_model: LoadedModel, block_names: tuple[str, ...], inputs: Example) -> Recording:
+    """Returns the recording of a training forward on PROBE_BATCH samples like `inputs`.
+
+    Raises PlanError if the forward fails.
+    """
+    plan = loaded_model.deferred_init
+    module = plan.instantiate()
+    roles = traced_roles(module, find_layer_roles(module, loaded_model.layer_roles), loaded_model.layer_roles)
+    _, trial, _ = _record_first(_repeated_forward(plan, inputs), block_names, inputs, roles)
+    return trial.recording
+
+
+def run_trials(
+    plan: DeferredInit,
+    names: tuple[str, ...],
+    inputs: Example,
+    find_loss_inputs: FindLossInputs,
+    layers: Mapping[str, str],
+    *,
+    whole_batch: bool,
+) -> TrialResult:
+    """Records a forward, and one of a fresh module on more samples.
+
+    The second size separates the batch dim from other dims of the same size; it also shows whether the
+    forward computes the same when it runs again.
+
+    Raises PlanError if the forward fails, or computes something else when it runs again.
+    """
+    first, trial, sites = _record_first(_repeated_forward(plan, inputs), names, inputs, layers)
+    draws, larger, sources = bool(sites.layouts), None, ()
+    needs_second = draws or whole_batch or any(graph.shapes for graph in trial.output_graphs)
+    samples = {key: repeat_samples(value, SECOND_BATCH_SIZE) for key, value in inputs.items()}
+    rng = StatelessRNG(seed=0, sites=sites)
+    try:
+        larger, sources = replace(first, batch=samples).run(partial(_record_trial, names, layers, rng), rng)
+    except Exception as error:
+        if needs_second:
+            raise _as_trial_error(error, inputs, plan) from error
+    if not first.reads_values and any(each.requires_grad for each in trial.recording.parameters.values()):
+        check_outputs_need_grad(trial.outputs)
+    operations = model_operations(trial.recording)
+    is_repeated = larger is not None and same_but_for_batch_size(
+        operations, model_operations(larger.recording), (PROBE_BATCH, SECOND_BATCH_SIZE)
+    )
+    findings = read_trial(trial.recording)
+    if sources or not is_repeated or (draws and first.reads_values):
+        findings.outside_generators = first.check(operations, draws=draws)
+    return findings, trial, sites, find_loss_inputs(trial, larger if needs_second else None)
+
+
+def _repeated_forward(plan: DeferredInit, inputs: Example) -> RepeatedForward:
+    return RepeatedForward(plan, {key: repeat_samples(value, PROBE_BATCH) for key, value in inputs.items()})
+
+
+def _record_first(
+    forward: RepeatedForward, names: tuple[str, ...], inputs: Example, layers: Mapping[str, str]
+) -> tuple[RepeatedForward, RecordedTrial, DrawSites]:
+    """Records `forward` on fake tensors, or on real ones if it reads values: `reads_values` is then set."""
+    rng = StatelessRNG(seed=0)
+    try:
+        trial, _ = forward.run(partial(_record_trial, names, layers, rng), rng, seed=None)
+    except Exception as error:
+        if forward.reads_values or isinstance(error, PlanError) or not depends_on_values(error):
+            raise _as_trial_error(error, inputs, forward.deferred_init) from error
+        return _record_first(replace(forward, reads_values=True), names, inputs, layers)
+    return forward, trial, rng.sites
+
+
+def _record_trial(
+    names: tuple[str, ...], layers: Mapping[str, str], rng: StatelessRNG, module: nn.Module, batch: Example
+) -> RecordedTrial:
+    num_samples = len(next(iter(batch.values())))
+    blocks, run = get_blocks(module, names), lambda: module(**batch)
+    return record_trial(module, blocks, rng.enter_block, run, layers, lambda: rng.num_draws, num_samples)
+
+
+def _as_trial_error(error: Exception, inputs: Example, plan: DeferredInit) -> PlanError:
+    return error if isinstance(error, PlanError) else trial_error(error, inputs, plan.instantiate())

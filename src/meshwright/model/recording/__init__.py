@@ -1,0 +1,7 @@
+"""One recording of a forward, which every analysis reads.
+
+forward_recording    what a recording holds: operations, torch calls, module calls, block calls, tensors
+record_forward       records a forward, with one function mode and one dispatch mode
+recording_json       saves a recording, and loads it, without pickle
+op_table             what each torch operation does to dims and values
+"""
