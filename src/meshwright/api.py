@@ -212,6 +212,7 @@ def parallelize(
         text = f"the plan is for '{plan.model_spec.name}' and the model is '{analyzed.model_spec.name}', "
         text += "with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", location="parallelize")
+    make_scheduler = _lr_scheduler_factory(lr_scheduler, plan)
     loss = as_loss(loss) or analyzed.loss
     check_loss(plan, loss)
     world = world or current_world(plan.mesh)
@@ -228,6 +229,7 @@ def parallelize(
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(analyzed, plan, world.rank, world.device) as oom_advisor:
+        rng = make_stateless_rng(analyzed, plan)
         module = make_trained_module(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan
         )
@@ -235,8 +237,8 @@ def parallelize(
             plan.for_rank(world.rank),
             RankState(module, world, loss),
             _as_optimizer_maker(optimizer, model),
-            make_stateless_rng(analyzed, plan),
-            lr_scheduler=_lr_scheduler_factory(lr_scheduler, plan),
+            rng,
+            lr_scheduler=make_scheduler,
         )
     return Trainer(plan, oom_advisor.executor, world, analyzed, oom_advisor)
 

@@ -16,13 +16,12 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from meshwright.api import Trainer, default_strategies, make_plan, parallelize
-from meshwright.comm.collectives.group import World
+from meshwright.api import default_strategies
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
 from meshwright.model.analysis.find_model_loss import find_model_loss
-from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE
+from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE, plan_for_model
 from meshwright.model.hf.hub import pin_revision
 from meshwright.model.hf.model_from_config import text_limits
 from meshwright.model.loading.loader import LoadedModel, load_model
@@ -49,7 +48,7 @@ from meshwright.run.data.data_loader import (
     open_dataset,
     open_local_batches,
 )
-from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
+from meshwright.run.data.eval_samples import EvalSamples, open_eval_dataset, split_held_out
 from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.shuffle import ABSENT_SAMPLE
 from meshwright.run.data.streaming import TokenStream
@@ -121,10 +120,6 @@ class ResolvedRun:
         padding, ignored = (1 - known / count.num_positions for known in (count.num_tokens, count.num_labels))
         return replace(summary, num_tokens=count.num_tokens, padding=padding, ignored=ignored)
 
-    def make_trainer(self, world: World) -> Trainer:
-        """Returns one rank of the plan."""
-        return parallelize(self.analyzed, self.plan, loss=self.loss, world=world)
-
 
 def resolve_request(
     request: PlanRequest, world: int | None = None, *, needs_data: bool = True
@@ -174,6 +169,7 @@ class OpenedRequest:
     dataset: Dataset
     eval_dataset: Dataset | None
     has_data: bool
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def example(self) -> Mapping[str, torch.Tensor]:
@@ -232,26 +228,33 @@ def open_request(
         if not diagnostics:
             raise
         diagnostics += error.diagnostics
-    data = None
+    data = readable = None
     if has_data:
-        trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
-        job = trained or job
-        readable = loaded if trained else None
+        tokenizer: str | None = job.data.tokenizer
+        if loaded is not None and job.data.source != EXAMPLE_SOURCE:  # the example batch has none
+            vocab_size = _vocab_size(loaded.deferred_init.instantiate())
+            tokenizer = collect_diagnostics(diagnostics, resolve_tokenizer, job, vocab_size)
+        if tokenizer is not None:
+            job, readable = replace(job, data=replace(job.data, tokenizer=tokenizer)), loaded
+    notes = () if loaded is None else tuple(tokenizer_notes(job))
+    if has_data:
         data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
     if loaded is None:
         return None
     if data is not None:
-        eval_dataset, more = _eval_dataset(job, data, loaded.example, cache)
-        diagnostics += more
+        eval_dataset = collect_diagnostics(diagnostics, open_eval_dataset, job, data, loaded.example, cache)
     elif loaded.example is None and job.data.source == EXAMPLE_SOURCE:
         return None
     else:  # the mesh and the strategies are checked with a sample that stands for the data
         data = ExampleDataset(_stand_in_sample(loaded, job.data))
-    return OpenedRequest(job, loaded, data, eval_dataset, has_data)
+    return OpenedRequest(job, loaded, data, eval_dataset, has_data, notes)
 
 
 def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> ResolvedRun:
-    """Returns the run of `request` on `mesh`. Raises PlanError with every diagnostic of the plan."""
+    """Returns the run of `request` on `mesh`.
+
+    Raises PlanError with every diagnostic of the plan, and if `request` is a plan file of another plan.
+    """
     job, analyzed = opened.job, opened.analyzed
     if list(job.precision.diagnostics()):  # they are reported; other dtypes stand for what cannot be tried
         job = replace(job, precision=PrecisionConfig())
@@ -260,9 +263,17 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
-    notes = [*notes, *job.precision.notes(), *tokenizer_notes(job)]
-    plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
+    notes = [*notes, *job.precision.notes(), *opened.notes]
+    plan = plan_for_model(analyzed, job, mesh, strategies, request.micro_batch, request.run)
     notes = [*notes, *uneven_split_notes(plan.sharding)]
+    made_from = request.extra.get("plan_hash", plan.hash)
+    if made_from != plan.hash:
+        raise PlanError(
+            f"plan_hash is {made_from}, the contents make {plan.hash}: the file was edited, or the model "
+            "changed",
+            fix="remove the line plan_hash, or make the plan again with `meshwright plan`",
+            location="plan_hash",
+        )
     raise_diagnostics(whole_batch_diagnostics(opened.loss) if job.evaluate.is_enabled else ())
     if not opened.has_data and opened.loaded.example is None:  # a text will come, not an example batch
         plan = replace(plan, job=replace(plan.job, data=job.data))
@@ -281,14 +292,6 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
 def _short_name(tokenizer: str) -> str:
     """Returns the last part of a path, or a hub id without its revision."""
     return Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer.partition("@")[0]
-
-
-def _with_tokenizer(job: Job, loaded: LoadedModel) -> Job:
-    """Returns `job` with the name of the tokenizer that it trains with; the example batch has none."""
-    if job.data.source == EXAMPLE_SOURCE:
-        return job
-    vocab_size = _vocab_size(loaded.deferred_init.instantiate())
-    return replace(job, data=replace(job.data, tokenizer=resolve_tokenizer(job, vocab_size)))
 
 
 def _vocab_size(module: nn.Module) -> int | None:
@@ -354,28 +357,6 @@ def factory_callbacks(given: Iterable[object]) -> tuple[Callback, ...]:
             f"a {strange[0]} among the callbacks of the model", fix=fix, location="model.callbacks"
         )
     return found
-
-
-def _eval_dataset(
-    job: Job, data: Dataset, example: Mapping[str, torch.Tensor] | None, cache: Path
-) -> tuple[Dataset | None, Sequence[Diagnostic]]:
-    """Returns the separate evaluation samples (None: none), and the diagnostics of the evaluation."""
-    try:
-        split_held_out(data, job.evaluate)
-        source = eval_source(job)
-        kept = None if source is None else open_dataset(source, example, cache)
-    except PlanError as error:
-        return None, [
-            replace(diagnostic, location=diagnostic.location.replace("data.", "evaluate.", 1))
-            for diagnostic in error.diagnostics
-        ]
-    if kept is None:
-        return None, []
-    mine, theirs = list(data.batch([0])), list(kept.batch([0]))
-    if mine != theirs:
-        text = f"its samples have {', '.join(theirs)}, those that are trained on {', '.join(mine)}"
-        return None, [Diagnostic(text, "evaluate on samples of the same form", "evaluate.source")]
-    return kept, []
 
 
 def token_cache_folder(run: RunConfig) -> Path:

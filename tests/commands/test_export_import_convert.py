@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from meshwright.api import parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.commands import export_import_convert
 from meshwright.commands.export_import_convert import convert, export_checkpoint
@@ -167,7 +168,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, trained: Path, folde
 def test_a_run_of_a_factory_leaves_as_one_file(tmp_path: Path, say):
     ready = resolve_config(lay_out(tmp_path / "job", mesh={"dp_replicate": 1}), [], None)[1]
     world = single_rank_world(torch.device("cpu"))
-    with ready.make_trainer(world) as engine:
+    with parallelize(ready.analyzed, ready.plan, loss=ready.loss, world=world) as engine:
         save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
     code, out, err = say("export", tmp_path / "job" / "run", tmp_path / "out")
     assert (code, err) == (0, "")

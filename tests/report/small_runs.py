@@ -11,7 +11,8 @@ from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_role
-from meshwright.run.config.config_and_plan_files import PlanRequest, write_request
+from meshwright.run.config.config_and_plan_files import PlanRequest
+from meshwright.run.config.plan_file import write_request
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop

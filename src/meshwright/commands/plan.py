@@ -12,15 +12,15 @@ import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, predict_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.device_specs import find_device
-from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
-from meshwright.plan.plan import Plan
+from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.plan_overview import PlanOverview
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.run.config.plan_file import write_request
 from meshwright.run.measure.hardware_file import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
 
@@ -30,20 +30,8 @@ ResolvedRequest = tuple[PlanRequest, ResolvedRun]
 def resolve_config(
     config: Path, overrides: Sequence[str], world: int | None, *, needs_data: bool = True
 ) -> ResolvedRequest:
-    """Returns the resolved request of `config`, and its run; see `read_config` and `resolve`."""
-    return resolve(read_config(config, overrides), world, needs_data=needs_data)
-
-
-def read_config(config: Path, overrides: Sequence[str]) -> PlanRequest:
-    """Returns the request in the file `config`, changed by `overrides`; nothing is resolved yet.
-
-    The links by which algorithms are chosen are also those by which steps are predicted, unless it names
-    others. Raises PlanError with every diagnostic of the file.
-    """
-    request = read_request(config, overrides, STRATEGIES)
-    if request.run.hardware and not request.run.cluster:
-        return replace(request, run=replace(request.run, cluster=request.cluster))
-    return request
+    """Returns the resolved request of the file `config`, and its run; see `resolve`."""
+    return resolve(read_request(config, overrides, STRATEGIES), world, needs_data=needs_data)
 
 
 def resolve(request: PlanRequest, world: int | None, *, needs_data: bool = True) -> ResolvedRequest:
@@ -57,11 +45,10 @@ def resolve(request: PlanRequest, world: int | None, *, needs_data: bool = True)
 def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest:
     """Returns `request` with the choices of its run `ready`, as a plan file holds them, and the run.
 
-    Raises PlanError if the static checks of the program fail, or the request was that of another plan.
+    Raises PlanError if the static checks of the program fail.
     """
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
-    check_plan_hash(request, plan)
     # a branch of the hub has become a commit, the model's own tokenizer has a name, and what `cluster` was
     # asked for stands in the strategies
     resolved = replace(
@@ -74,27 +61,6 @@ def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest
         extra={"plan_hash": plan.hash, "meshwright": meshwright.__version__},
     )
     return resolved, ready
-
-
-def load_resolved(request: PlanRequest) -> ResolvedRequest:
-    """Returns a request that the launching process has resolved and checked, with its run in this process.
-
-    Raises PlanError if model and data make another plan here.
-    """
-    ready = resolve_request(request)
-    check_plan_hash(request, ready.plan)
-    return request, ready
-
-
-def check_plan_hash(request: PlanRequest, plan: Plan) -> None:
-    """Raises PlanError if `request` was read from a plan file, unchanged, and is not that of `plan`."""
-    found = request.extra.get("plan_hash", plan.hash)
-    if found != plan.hash:
-        raise PlanError(
-            f"plan_hash is {found}, the contents make {plan.hash}: the file was edited, or the model changed",
-            fix="remove the line plan_hash, or make the plan again with `meshwright plan`",
-            location="plan_hash",
-        )
 
 
 def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> ResolvedRequest:

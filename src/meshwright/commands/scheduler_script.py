@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.plan import read_config, resolve
+from meshwright.commands.plan import resolve
+from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -13,6 +14,7 @@ from meshwright.plan.job.errors import (
     refuse_write_errors,
     suggest_name,
 )
+from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.launch.scheduler_scripts import JOB_FILE_KINDS, JobFile, distribute_ranks
 
 TIME_PATTERN = re.compile(
@@ -41,7 +43,7 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
     raise_diagnostics(_option_diagnostics(kind, name, options))
     hosts, per_host = options.num_hosts, options.ranks_per_host
     world = hosts * per_host if hosts is not None and per_host is not None else None
-    request = read_config(config, overrides)
+    request = read_request(config, overrides, STRATEGIES)
     if -1 not in request.mesh.values():
         world = None  # the mesh says it; whether the hosts fit is said below, in terms of hosts
     elif world is None:

@@ -10,17 +10,15 @@ from time import perf_counter
 import torch
 from rich.console import Console
 
-from meshwright.api import Trainer
+from meshwright.api import Trainer, parallelize
 from meshwright.commands.plan import (
     ResolvedRequest,
-    load_resolved,
     predict_step,
-    read_config,
     resolve,
     resolve_config,
-    write_plan,
 )
 from meshwright.commands.predict import predict_plan
+from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
@@ -29,7 +27,7 @@ from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_role
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
-from meshwright.resolve_config import ResolvedRun
+from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import (
     CHECKPOINTS_FOLDER,
@@ -37,7 +35,8 @@ from meshwright.run.checkpoint.resume import (
     checkpoint_steps_fix,
     resume,
 )
-from meshwright.run.config.config_and_plan_files import request_as_dict
+from meshwright.run.config.config_and_plan_files import read_request
+from meshwright.run.config.plan_file import request_as_dict, write_request
 from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
@@ -117,6 +116,8 @@ def _show(show: ShowStep, event: CallbackEvent) -> None:
         )
 
 
+PLAN_FILE = "plan.toml"
+
 logger = logging.getLogger(__name__)
 
 StopFlagContext = Callable[[], AbstractContextManager[Callable[[], bool]]]
@@ -141,7 +142,8 @@ def train(
     with claim_run_folder(folder) as attempt:
         if from_step is None:
             check_checkpoints_usable(plan)
-        path = _write_run_plan(resolved)
+        path = folder / PLAN_FILE
+        write_request(resolved[0], path)
         _announce(resolved[1], console)
         if prediction is not None:
             console.print(
@@ -198,8 +200,8 @@ def train_rank(
                 claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
                 progress.attempt_folder = claim.folder
                 if show:
-                    _write_run_plan(resolved)
-            engine = stack.enter_context(ready.make_trainer(world))
+                    write_request(resolved[0], Path(run.folder) / PLAN_FILE)
+            engine = stack.enter_context(parallelize(ready.analyzed, plan, loss=ready.loss, world=world))
             stack.enter_context(engine.oom_advisor)
             batches = stack.enter_context(
                 prefetch(ready.local_batches(plan, rank_env.rank), plan.run.workers)
@@ -248,7 +250,7 @@ def _record_failures(
     """Yields the resolved request; a failure is recorded for the launching process, or printed under another
     launcher.
     """
-    request = read_config(config, overrides)
+    request = read_request(config, overrides, STRATEGIES)
     show = (
         None
         if rank_env.launcher_env is None
@@ -262,13 +264,10 @@ def _record_failures(
     ):
         # ranks of our own launcher read the plan file that it wrote, of what it has checked
         is_checked = rank_env.launcher_env is None
-        yield progress, load_resolved(request) if is_checked else resolve(request, rank_env.world)
-
-
-def _write_run_plan(resolved: ResolvedRequest) -> Path:
-    path = Path(resolved[0].run.folder) / "plan.toml"
-    write_plan(resolved, path)
-    return path
+        yield (
+            progress,
+            (request, resolve_request(request)) if is_checked else resolve(request, rank_env.world),
+        )
 
 
 def _event_printer(console: Console) -> Callback:
@@ -368,7 +367,7 @@ def _print_paths(ready: ResolvedRun, text: str, ended: TrainResult, console: Con
         console.print(text, markup=False)
         console.rule()
     folder = Path(run.folder)
-    places: dict[str, Path | str | None] = {"plan": folder / "plan.toml", "metrics": folder / "metrics.jsonl"}
+    places: dict[str, Path | str | None] = {"plan": folder / PLAN_FILE, "metrics": folder / "metrics.jsonl"}
     places["checkpoint"] = ended.checkpoint
     best = step_folder(folder / CHECKPOINTS_FOLDER, ended.eval_history.best_step)
     if best.is_dir():

@@ -14,13 +14,14 @@ from rich.console import RenderableType
 
 import meshwright
 from meshwright.api import trace as trace_plan
-from meshwright.commands.plan import load_resolved, read_config, resolve_config, write_plan
+from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.model.loading.scaled_down import scale_down
+from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.plan.plan import Plan
 from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
-from meshwright.run.config.config_and_plan_files import PlanRequest
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
@@ -156,8 +157,8 @@ def verify_rank(
         text = "verify was started as one rank by torchrun; it starts its own ranks"
         raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
     with record_failure(rank_env.rank, rank_env.attempt_folder or folder, rank_env.lifeline_fd):
-        request = read_config(plan_file, ())
-        case = _case(_scaled_down(request, rank_env.world) if shrink else load_resolved(request)[1])
+        request = read_request(plan_file, (), STRATEGIES)
+        case = _case(_scaled_down(request, rank_env.world) if shrink else resolve_request(request))
         with join_world(
             rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
         ) as world:
@@ -168,7 +169,7 @@ def verify_rank(
 
 
 def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
-    return resolve_request(replace(request, job=scale_down(request.job)), world)
+    return resolve_request(replace(request, job=scale_down(request.job), extra={}), world)
 
 
 def _case(ready: ResolvedRun) -> ParityCase:

@@ -256,7 +256,7 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
     )[1]
 
     def rank(world: World) -> None:
-        with ready.make_trainer(world) as engine:
+        with parallelize(ready.analyzed, ready.plan, loss=ready.loss, world=world) as engine:
             engine.step(ready.local_batches(ready.plan, world.rank).batch(0))
             save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.commands.plan import ResolvedRequest, checked_request, read_config, resolve
+from meshwright.commands.plan import ResolvedRequest, checked_request, resolve
 from meshwright.commands.predict import predict_plan
 from meshwright.commands.search.best_plan_to_config import mesh_sizes, strategy_tables
 from meshwright.commands.search.constraints import SearchConstraints, base_config
@@ -31,7 +31,7 @@ from meshwright.report.search.search_result import config_text, data_parallel_re
 from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.resolve_config import OpenedRequest, open_valid_request, plan_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, strategies_from_tables
 
 NUM_TRIED = 8
 
@@ -75,7 +75,7 @@ def resolve_for_devices(
 
     Raises PlanError for a mesh of another size, and if no plan for so many devices is allowed.
     """
-    request = read_config(config, overrides)
+    request = read_request(config, overrides, STRATEGIES)
     if count == 1 or _has_mesh(request):
         return resolve(request, count, needs_data=False)
     run = request.run

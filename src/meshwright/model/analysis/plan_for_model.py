@@ -104,14 +104,10 @@ def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:
     diagnostics = [
         *norm_diagnostics(plan, module),
         *table_diagnostics(plan, analyzed.table_uses),
+        *buffer_diagnostics(plan, module, analyzed.written_buffers),
         *user_checkpoint_diagnostics(plan),
+        *untracked_write_diagnostics(plan, analyzed.untracked_write_lines),
     ]
-    raise_diagnostics(
-        [
-            *diagnostics,
-            *buffer_diagnostics(plan, module, analyzed.written_buffers),
-            *untracked_write_diagnostics(plan, analyzed.untracked_write_lines),
-        ]
-    )
+    raise_diagnostics(diagnostics)
     if plan.sharding.sequence_sharding is not None and plan.model_spec.sequence_info is not None:
         analyzed.shard_check.check(plan.model_spec.sequence_info, plan.sharding.sequence_sharding, {})

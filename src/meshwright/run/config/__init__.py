@@ -1,5 +1,6 @@
 """Config and plan files.
 
 config_and_plan_files  reads and writes a request as TOML; overrides from the command line
+plan_file              writes a request as a plan file
 toml_validation        converts values of TOML and JSON to the dataclasses that are their schema
 """

@@ -1,5 +1,5 @@
-"""Reads and writes config files and plan files (TOML). Both have one schema: a plan is a config with nothing
-left to resolve.
+"""Reads config files and plan files (TOML). Both have one schema: a plan is a config with nothing left to
+resolve.
 
     micro_batch = 2                      samples per microbatch and rank; 0: the whole local batch at once
     cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
@@ -34,20 +34,15 @@ An override changes the document before anything is checked, so the command line
 file.
 """
 
-import json
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, time
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, get_type_hints
-
-import tomli_w
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import BYTES
@@ -57,7 +52,6 @@ from meshwright.plan.job.errors import (
     collect_diagnostics,
     raise_diagnostics,
     refuse_special_files,
-    refuse_write_errors,
     suggest_name,
 )
 from meshwright.plan.job.field_constraints import field_diagnostics, without_wrong_values
@@ -208,7 +202,8 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
     """Returns the request in the TOML file at `path`, changed by `overrides`; `strategies` are the known
     ones by name.
 
-    Checks the types of values only. Raises PlanError with all diagnostics.
+    The links by which algorithms are chosen are also those by which steps are predicted, unless others are
+    named. Checks the types of values only. Raises PlanError with all diagnostics.
     """
     diagnostics: list[Diagnostic] = []
     document, overridden = apply_overrides(_parse(path), overrides, diagnostics)
@@ -231,15 +226,16 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
     raise_diagnostics([*diagnostics, *_field_diagnostics(values), *wrong] if diagnostics else ())
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
+    places = _search_folders(path.parent, is_override=("cluster",) in overridden)
+    cluster = _resolve_source(values.get("cluster", ""), places)
+    run = _with_absolute_files(values.get("run", RunConfig()), path.parent, overridden)
     return PlanRequest(
         job=_with_absolute_sources(job, path.parent, overridden),
-        run=_with_absolute_files(values.get("run", RunConfig()), path.parent, overridden),
+        run=run if run.cluster or not run.hardware else replace(run, cluster=cluster),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
-        cluster=_resolve_source(
-            values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
-        ),
+        cluster=cluster,
         # another plan has another hash
         extra={key: values[key] for key in EXTRA_KEYS[1 if overrides else 0 :] if key in values},
         strategy_diagnostics=tuple(wrong),
@@ -253,64 +249,6 @@ def _field_diagnostics(values: Mapping[str, Any]) -> list[Diagnostic]:
     for key, table in values.items():
         diagnostics += field_diagnostics(table, key) if is_dataclass(table) else ()
     return diagnostics
-
-
-def write_request(request: PlanRequest, path: Path) -> None:
-    """Writes `request` to `path` as TOML, with every default; a reader sees the old or the new file.
-
-    Raises PlanError when the file cannot be written.
-    """
-    text = tomli_w.dumps(PLAN.header | request_as_dict(request)).encode()
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with refuse_write_errors("the file", path, "name a file in a folder that can be written to"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            with suppress(OSError):
-                part.unlink()
-
-
-def request_as_dict(request: PlanRequest) -> dict[str, Any]:
-    """Returns `request` as plain values (dict, list, str, int, float, bool) in the schema of the file."""
-    document: dict[str, Any] = {
-        **request.extra,
-        "micro_batch": request.micro_batch,
-        **_to_plain_values(request.job),
-    }
-    document |= {"cluster": request.cluster} if request.cluster else {}
-    document |= {"run": _to_plain_values(request.run), "mesh": dict(request.mesh)}
-    if request.strategies is not None:
-        document["strategies"] = [
-            strategy.as_dict() | _to_plain_values(strategy) for strategy in request.strategies
-        ]
-    return document
-
-
-def canonical_hash(document: Mapping[str, Any]) -> str:
-    """Returns 64 hex digits (sha256), equal for equal plain values in any order of keys."""
-    return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _to_plain_values(value: Any) -> Any:
-    if is_dataclass(value):
-        overridden = {
-            item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init
-        }
-        return {
-            key: _to_plain_values(now)
-            for key, (now, default) in overridden.items()
-            if not (now is None and default is None)
-        }
-    if isinstance(value, Mapping):
-        return {key: _to_plain_values(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_to_plain_values(item) for item in value]
-    return {} if value is None else value  # TOML has no null; run/config/toml_validation.py reads {} as None
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -10,10 +10,11 @@ they have the same number of batches; a rank without samples has None. Decisions
 checkpoint.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.plan.plan import Plan
-from meshwright.run.data.data_loader import Dataset
+from meshwright.run.data.data_loader import Dataset, open_dataset
 from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, rank_sample_ids
 from meshwright.run.data.streaming import TokenStream
@@ -84,6 +85,31 @@ def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | 
         raise PlanError(text, fix=f"hold out fewer than {len(data)}", location=where)
     kept = len(data) - num
     return DataSubset(data, 0, kept), DataSubset(data, kept, num)
+
+
+def open_eval_dataset(
+    job: Job, data: Dataset, example: Mapping[str, torch.Tensor] | None, cache: Path
+) -> Dataset | None:
+    """Returns the samples of a separate evaluation source, in the form of the training `data`; None if there
+    is none.
+
+    Raises PlanError for a source that cannot be read or has another form, and for samples that cannot be held
+    out of `data`.
+    """
+    try:
+        split_held_out(data, job.evaluate)
+        source = eval_source(job)
+        kept = None if source is None else open_dataset(source, example, cache)
+    except PlanError as error:
+        raise PlanError.from_diagnostics(
+            replace(diagnostic, location=diagnostic.location.replace("data.", "evaluate.", 1))
+            for diagnostic in error.diagnostics
+        ) from error
+    if kept is not None and list(kept.batch([0])) != list(data.batch([0])):
+        mine, theirs = (", ".join(each.batch([0])) for each in (data, kept))
+        text = f"its samples have {theirs}, those that are trained on {mine}"
+        raise PlanError(text, fix="evaluate on samples of the same form", location="evaluate.source")
+    return kept
 
 
 @dataclass(frozen=True)
