@@ -29,9 +29,10 @@ def create_groups(plan: Plan, world: World) -> None:
     """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
     moves = (move for _, actions in plan.program.roles for action in actions for move in action.transfers)
     keys = {
-        (tuple(axis for axis in AXES if axis in move.axes), among)
+        (tuple(axis for axis in AXES if axis in message.axes), among)
         for move in moves
-        for among in move.member_groups(plan.mesh)
+        for message in move.messages
+        for among in message.member_groups(plan.mesh)
     }
     if world.serializes_p2p:
         keys |= set(_p2p_pairs(plan))

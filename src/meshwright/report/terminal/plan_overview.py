@@ -249,8 +249,8 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
             axes = ", ".join(sorted(transfer.axes, key=AXES.index))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))
-            nbytes = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
-            totals[key] = messages + 1, total + nbytes
+            nbytes = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            totals[key] = messages + len(transfer.messages), total + nbytes
     return dict(sorted(totals.items(), key=lambda each: -each[1][1]))
 
 

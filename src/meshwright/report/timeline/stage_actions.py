@@ -187,7 +187,7 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     found, now = {}, dict[str, int]()
     for action in actions:
         now |= {
-            hold.name: hold.nbytes
+            hold.name: hold.max_nbytes
             for hold in action.allocations
             if memory_category(hold.name) == "activations"
         }
