@@ -7,12 +7,14 @@
 
 A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
 
-What is summed, and how it is coded, is not visible in a program: that is for parity.
+What is summed, and how it is coded, is not visible in a program: that is for parity. A stream that copies
+within a rank takes transfers without messages, and no other stream does.
 """
 
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
+from meshwright.plan.hardware.streams import STREAMS
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Transfer
@@ -32,6 +34,18 @@ def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
         for transfer in action.transfers:
             if transfer.carried_by:
                 yield from (f"{action.name} {problem}" for problem in _problems(mesh, transfer))
+
+
+def check_streams(actions: Sequence[Action]) -> Iterator[str]:
+    """Yields actions whose transfer does not belong on their stream."""
+    for action in actions:
+        copies, transfer = STREAMS[action.stream].copies, action.transfer
+        if transfer is None or copies != bool(transfer.messages):
+            continue
+        if copies:
+            yield f"{action.name} is on {action.stream}, which cannot carry its {transfer.collective}"
+        else:
+            yield f"{action.name} copies within its rank, and is on {action.stream}"
 
 
 def _problems(mesh: Mesh, transfer: Transfer) -> Iterator[str]:

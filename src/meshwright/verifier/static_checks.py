@@ -25,7 +25,7 @@ from meshwright.plan.step.single_device_program import (
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
-from meshwright.verifier.message_checks import check_messages
+from meshwright.verifier.message_checks import check_messages, check_streams
 from meshwright.verifier.pipeline_message_order import check_message_order, find_unbuffered_deadlocks
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
@@ -49,6 +49,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_whole_batch(view, actions),
             check_message_order(program, role, actions),
             check_messages(plan.mesh, actions),
+            check_streams(actions),
         )
         found += [(f"program.{role}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]

@@ -1,8 +1,8 @@
 """Represents a training step as a list of actions per role.
 
 An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (a block call or a bucket), the
-microbatch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
-start in order and run beside them, and so do those on `send` and `recv`, which involve one other rank only.
+microbatch, and the stream on which it runs (hardware/streams.py). Actions on `compute` run one after another;
+actions on every other stream start in order, and run beside them until an action that names them in `waits`.
 An action states what it waits for, what it communicates, how many operations it costs, and which memory it
 allocates and frees. The same list is estimated, checked, drawn and executed.
 
@@ -14,11 +14,9 @@ role.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
+from meshwright.plan.hardware.streams import COPY, STREAMS, StreamName
 from meshwright.plan.sharding.mesh import Mesh
-
-StreamName = Literal["compute", "comm", "send", "recv"]
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,9 @@ class Transfer:
 
     @property
     def messages(self) -> tuple["Transfer", ...]:
-        """The collectives that ranks issue for this transfer, each carried by itself."""
+        """The collectives that ranks issue for this transfer, each carried by itself; a copy has none."""
         if not self.carried_by:
-            return (self,)
+            return () if self.collective == COPY else (self,)
         return tuple(message for carrier in self.carried_by for message in carrier.messages)
 
     def num_ranks(self, mesh: Mesh) -> int:
@@ -176,6 +174,17 @@ class Action:
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers: its own, and those inside."""
         return self.inner_transfers if self.transfer is None else (self.transfer, *self.inner_transfers)
+
+    @property
+    def starts_work(self) -> bool:
+        """Whether it starts a work beside `compute`, which others wait for."""
+        return STREAMS[self.stream].starts_work
+
+    @property
+    def sent_transfers(self) -> tuple[Transfer, ...]:
+        """The transfers whose messages leave this rank, or may: not those that it receives, or copies."""
+        transfers = self.transfers if STREAMS[self.stream].is_priced else ()
+        return tuple(transfer for transfer in transfers if transfer.messages)
 
     def with_inner_transfers(self, more: Sequence[Transfer]) -> "Action":
         """Returns the action with `more` transfers inside, in the order of their positions."""

@@ -10,6 +10,8 @@
                     the bytes of gradients, weights and optimizer states that they read and write
     REDUCE, UNSHARD, SEND ...
                     seconds on the network (network_time.py)
+    copy_in, copy_out, disk, host
+                    bytes over the rate of what the stream occupies (plan/hardware/streams.py)
 
     one operation                  max(call,  2 m n k / FLOP/s for that shape)   or   max(call,  bytes / rate)
     block, asynchronous launches   max(sum of all calls,  sum of all operations)
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from meshwright.plan.hardware.streams import STREAMS
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
 from meshwright.plan.plan import Plan
@@ -100,10 +103,14 @@ class ActionCosts:
 
     def cost(self, action: Action) -> ActionCost:
         """Returns the cost of `action`."""
-        if action.stream == "recv":  # a message is counted where it is sent
+        stream = STREAMS[action.stream]
+        if not stream.is_priced:
             return ActionCost()
+        if stream.copies:
+            nbytes = 0 if action.transfer is None else action.transfer.nbytes
+            return ActionCost(0.0, nbytes / self.target.copy_rates[stream.resource] if nbytes else 0.0)
         transfer_s = 0.0 if action.transfer is None else self._transfer_seconds(action.transfer)
-        if action.stream != "compute":
+        if stream.starts_work:
             return ActionCost(0.0, transfer_s)
         compute_s = self.target.slowdown * (self._compute_seconds(action) + self._layout_copy_seconds(action))
         return ActionCost(compute_s, transfer_s + self._inner_comm_seconds(action))

@@ -107,10 +107,7 @@ def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
     return {
         role: sum(
-            min_max_sent_nbytes(move, plan.mesh)[1]
-            for action in actions
-            if action.stream != "recv"
-            for move in action.transfers
+            min_max_sent_nbytes(move, plan.mesh)[1] for action in actions for move in action.sent_transfers
         )
         for role, actions in plan.program.roles
     }
@@ -124,7 +121,7 @@ def sent_table(plan: Plan) -> Table | None:
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest_rank(plan)
     for action in actions:
-        for transfer in action.transfers:
+        for transfer in (each for each in action.transfers if each.messages):
             key = action.kind, _transfer_text(transfer)
             messages, nbytes = totals.get(key, (0, 0.0))
             most = min_max_sent_nbytes(transfer, plan.mesh)[1]

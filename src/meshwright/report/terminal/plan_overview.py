@@ -245,7 +245,7 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     """
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for action in busiest_rank(plan)[1]:
-        for transfer in action.transfers if action.stream != "recv" else ():
+        for transfer in action.sent_transfers:
             axes = ", ".join(sorted(transfer.axes, key=AXES.index))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))

@@ -96,7 +96,7 @@ def sent_by_action(record: RunRecord) -> list[ActionBytes]:
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role, actions in record.program.roles if record.program else ():
-        for action in (action for action in actions if action.transfers and action.stream != "recv"):
+        for action in (action for action in actions if action.sent_transfers):
             label = f"{action.kind}({action.subject})" if action.stream == "send" else action.name
             listed.setdefault(label, {}).setdefault(role, []).append(action)
     ledgers = [rank for rank in record.rank_accounts.values() if rank.get("steps")]

@@ -170,7 +170,7 @@ def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float])
         for wait in action.waits:
             if qualified_name(role, wait) == wait:
                 yield wait
-            elif wait in known and known[wait].stream != "compute":
+            elif wait in known and known[wait].starts_work:
                 yield from sources(known[wait])
 
     found = {}
