@@ -19,6 +19,7 @@ from meshwright.comm.backends.fake import CompletedWork
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.strategy_interface import Handler, Runtime
@@ -32,14 +33,14 @@ class Int8DDP(DDP):
 
     exact = False
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return (
             super()
-            .rewrite(program, sharding, job)
+            .rewrite(program, view, job)
             .edit(
                 lambda actions: [
                     replace(
-                        action, transfer=self._coded(action.transfer, sharding.mesh.group_size((self.axis,)))
+                        action, transfer=self._coded(action.transfer, view.plan.mesh.group_size((self.axis,)))
                     )
                     if action.kind == "REDUCE" and action.transfer is not None
                     else action
@@ -68,7 +69,7 @@ class Int8DDP(DDP):
         state = runtime.state
 
         def reduce(action: Action) -> None:
-            total = state.action_tensor(action.subject)
+            total = state.operand(action).input
             group, name = state.world.group(action.transfer.axes), action.name
             slices = total.new_zeros(group.size, -(-total.numel() // group.size))
             slices.view(-1)[: total.numel()] = total
@@ -80,7 +81,7 @@ class Int8DDP(DDP):
             group.all_gather(codes, own, action=name).wait()
             group.all_gather(scales, own_scale, action=name).wait()
             total.copy_((codes * scales.unsqueeze(1)).view(-1)[: total.numel()])
-            state.works[name] = CompletedWork()
+            state.issue(action, CompletedWork())
 
         return {**super().bind(runtime), "REDUCE": reduce}
 

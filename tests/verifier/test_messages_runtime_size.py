@@ -14,7 +14,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Allocation, Program, RuntimeSize, Transfer
 from meshwright.plan.step.program_json import program_from_dict, program_to_dict
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
@@ -45,8 +45,8 @@ class SharedRows(Strategy):
     records: bool = True  # planted: whether the count is recorded
     max_rows: int = 0
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        ranks = sharding.mesh.group_size((self.axis,))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        ranks = view.plan.mesh.group_size((self.axis,))
         max_rows = self.max_rows or job.train.batch * TOKENS
         size = RuntimeSize(COUNT, ROW_NBYTES, expected_rows=max_rows // 2, max_rows=max_rows)
         share = Transfer("all_gather", (self.axis,), size.expected, dtype="uint8", runtime_size=size)
@@ -70,10 +70,10 @@ class SharedRows(Strategy):
         counts = torch.zeros(group.size, dtype=torch.int64)
 
         def count(action: Action) -> None:
-            own = sum(int((each["labels"] != IGNORE_INDEX).sum()) for each in state.microbatches)
+            own = sum(int((each["labels"] != IGNORE_INDEX).sum()) for each in state.step.microbatches)
             counts.zero_()
             counts[group.index] = own
-            state.works[action.name] = group.all_reduce(counts, action=action.name)
+            state.issue(action, group.all_reduce(counts, action=action.name))
 
         def allot(action: Action) -> None:
             if self.records:
@@ -82,7 +82,7 @@ class SharedRows(Strategy):
         def share(action: Action) -> None:
             mine = torch.zeros(int(counts.max()) + self.extra_rows, ROW_NBYTES, dtype=torch.uint8)
             everyone = mine.new_empty(group.size, *mine.shape)
-            state.works[action.name] = group.all_gather(everyone, mine, action=action.name)
+            state.issue(action, group.all_gather(everyone, mine, action=action.name))
 
         handlers = {"COUNT_ROWS": count, "ALLOT_ROWS": allot, "SHARE_ROWS": share}
         return {**handlers, "DROP_ROWS": lambda action: None}
@@ -108,7 +108,7 @@ def test_the_bytes_of_each_step_are_those_of_its_rows(analyzed: mw.AnalyzedModel
 def test_a_trace_compares_with_the_rows_that_were_counted(analyzed: mw.AnalyzedModel):
     found = mw.trace(analyzed, shared(analyzed), [1])
     assert found.passed, found
-    assert found.num_messages == len(planned_messages(shared(analyzed)))
+    assert found.num_messages == len(planned_messages(shared(analyzed).for_rank(0)))
 
 
 def test_rows_that_were_not_counted_are_found(analyzed: mw.AnalyzedModel):
@@ -129,7 +129,7 @@ def test_a_count_that_is_not_recorded_is_named(analyzed: mw.AnalyzedModel):
 
 def test_more_rows_than_there_is_memory_for_are_named(analyzed: mw.AnalyzedModel):
     plan = shared(analyzed, max_rows=2)
-    assert list(count_problems(plan, {COUNT: 3})) == [
+    assert list(count_problems(plan.for_rank(0), {COUNT: 3})) == [
         ("SHARE_ROWS()", f"3 rows of '{COUNT}' were counted, and SHARE_ROWS() has memory for 2")
     ]
     assert first_of(verdict_of(case_of(analyzed, plan), steps=1))[2].endswith("SHARE_ROWS() has memory for 2")
@@ -140,7 +140,7 @@ def test_memory_is_for_the_most_and_seconds_for_what_is_expected(analyzed: mw.An
     assert peak_nbytes(plan, 0) - expected_peak_nbytes(plan, 0) == more // 2
     rows = {row[0]: row for row in states_table(plan).rows}
     assert rows["peak"][1] - rows["expected peak"][1] == more // 2
-    (share,) = [action for action in plan.actions if action.kind == "SHARE_ROWS"]
+    (share,) = [action for action in plan.program.roles[0].actions if action.kind == "SHARE_ROWS"]
     assert ActionCosts(plan, 0, ground(links=1e3)).cost(share).comm_s == more / 2 / 1e3
     exact = plan_of(analyzed, 3, (BatchSplit(), DDP()), micro_batch=2)
     assert "expected peak" not in {row[0] for row in states_table(exact).rows}

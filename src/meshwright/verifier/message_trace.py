@@ -32,13 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
 
 DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
@@ -136,7 +136,7 @@ def trace(
     if missing or not ranks:
         text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
-    planned = planned_messages(plan)
+    planned = planned_messages(plan.for_rank(0))
     traces = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
     diagnostics = [
         diagnostic
@@ -183,8 +183,8 @@ def trace_rank(
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
             unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
-            executor = Executor(
-                unguarded_plan,
+            executor = StepExecutor(
+                unguarded_plan.for_rank(rank),
                 RankState(subject, world, loss, works=works),
                 stateless_rng=_keep_all_rng(plan),
             )
@@ -206,7 +206,7 @@ def trace_rank(
     return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts))
 
 
-def compare_trace(plan: Plan, rank_trace: RankTrace) -> Iterator[Diagnostic]:
+def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]:
     """Yields every difference between what a rank issued and what `plan` states for each step.
 
     Each only once.

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.comm.collectives.ledger import LedgerEntry
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.plan import RankPlan
+from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action, RuntimeSize, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 def planned_messages(
-    plan: Plan, microbatch_plans: Sequence[Plan] = (), counts: Mapping[str, int] | None = None
+    plan: RankPlan, microbatch_plans: Sequence[RankPlan] = (), counts: Mapping[str, int] | None = None
 ) -> list[Message]:
     """Returns what each rank puts into collectives in one step, in the order of the program.
 
@@ -58,7 +58,7 @@ def planned_messages(
         Message(
             action.name,
             message.collective,
-            tuple(axis for axis in AXES if axis in message.axes),
+            in_mesh_order(message.axes),
             message.num_ranks(plan.mesh),
             _nbytes(message, counts),
             message.dtype,
@@ -86,7 +86,7 @@ def issued_messages(entries: Iterable[LedgerEntry]) -> list[Message]:
     ]
 
 
-def count_problems(plan: Plan, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def count_problems(plan: RankPlan, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yields the action and the problem for each count that is missing in `counts`, or exceeds its plan."""
     for action in plan.actions:
         for size in dict.fromkeys(_runtime_sizes(action)):

@@ -10,14 +10,14 @@ other. So a send counts as complete only when its receive has begun:
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Action, Program, Role
 from meshwright.plan.step.simulator import qualified_name
-from meshwright.plan.step.single_device_program import role_of
 
 
 def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
     """Yields the ranks that wait for ever if a send completes only when its receive has begun."""
-    lists, partners = dict(program.roles), _message_partners(program)
+    lists, partners = {role.name: role.actions for role in program.roles}, _message_partners(program)
     cursors, issued = dict.fromkeys(lists, 0), set[str]()
     moved = bool(partners)
     while moved:
@@ -41,13 +41,11 @@ def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
 
 def _message_partners(program: Program) -> Mapping[str, str]:
     found: dict[str, str] = {}
-    for role, actions in program.roles:
-        for action in (action for action in actions if action.stream == "recv"):
+    for role in program.roles:
+        for action in (action for action in role.actions if action.stream == "recv"):
+            name = qualified_name(role.name, action.name)
             for wait in action.waits:
-                found[wait], found[qualified_name(role, action.name)] = (
-                    qualified_name(role, action.name),
-                    wait,
-                )
+                found[wait], found[name] = name, wait
     return found
 
 
@@ -60,34 +58,28 @@ def _missing_messages(
     return [name for name in names if name in partners and not {name, partners[name]} <= issued]
 
 
-def check_message_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
+def check_message_order(plan: Plan, role: Role) -> Iterator[str]:
     """Yields messages of one rank to another that are not received in the order of sending, each once."""
     received = [
         wait
-        for action in actions
+        for action in role.actions
         if action.stream == "recv"
         for wait in action.waits
         if "/" in wait.split("(")[0]
     ]
-    for sender, listed in program.roles:
+    for sender in plan.program.roles:
         sent = [
-            qualified_name(sender, action.name)
-            for action in listed
-            if action.stream == "send" and _sends_to(action, role)
+            qualified_name(sender.name, action.name)
+            for action in sender.actions
+            if action.stream == "send"
+            and action.transfer is not None
+            and plan.peer_role(sender, action.transfer).name == role.name
         ]
-        received_here = [wait for wait in received if wait.startswith(f"{sender}/")]
+        received_here = [wait for wait in received if wait.startswith(f"{sender.name}/")]
         if sent != received_here:
             pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
             at = next(number for number, (one, other) in enumerate(pairs) if one != other)
             yield (
-                f"what {sender} sends {role} is received in another order: {pairs[at][0]} is matched with "
-                f"the receive for {pairs[at][1]}"
+                f"what {sender.name} sends {role.name} is received in another order: {pairs[at][0]} is "
+                f"matched with the receive for {pairs[at][1]}"
             )
-
-
-def _sends_to(action: Action, role: str) -> bool:
-    return (
-        action.transfer is not None
-        and action.transfer.peer is not None
-        and role_of({"pp": action.transfer.peer}) == role
-    )

@@ -82,7 +82,7 @@ def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world: World) -> d
     executor_of(analyzed, plan, world).step(
         {key: value[: plan.local_batch] for key, value in token_samples().items()}
     )
-    assert issued_messages(world.ledger.entries) == planned_messages(plan)
+    assert issued_messages(world.ledger.entries) == planned_messages(plan.for_rank(world.rank))
     return dict(world.ledger.sent_nbytes)
 
 

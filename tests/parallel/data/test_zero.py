@@ -65,7 +65,7 @@ def gather_nbytes(plan: Plan, dtype: str) -> int:
     ranks = plan.mesh.dp_shard
     return sum(
         (ranks - 1) * -(-sum(w.numel for w in b.params) // ranks) * FLOAT_NBYTES[dtype]
-        for b in plan.sharding.param_groups()
+        for b in plan.rank_view(0).param_groups
     )
 
 
@@ -106,7 +106,7 @@ def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str
     executor_of(analyzed, plan, world).step(
         {key: value[: plan.local_batch] for key, value in token_samples().items()}
     )
-    assert issued_messages(world.ledger.entries) == planned_messages(plan)
+    assert issued_messages(world.ledger.entries) == planned_messages(plan.for_rank(world.rank))
     return dict(world.ledger.sent_nbytes)
 
 

@@ -19,7 +19,7 @@ from meshwright.plan.hardware.streams import STREAMS, StreamName, timeline_row, 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
 from meshwright.plan.step.program_json import program_from_dict, program_to_dict
 from meshwright.plan.step.simulator import simulate
@@ -62,8 +62,8 @@ class HostCopy(Strategy):
     phase: ClassVar = "storage"
     waits: bool = True  # planted: whether the reader waits
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        nbytes = 8 * sharding.model_spec.params[0].numel
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        nbytes = 8 * view.model_spec.params[0].numel
         evict = Action(
             "EVICT",
             EVICTED,
@@ -87,7 +87,7 @@ class HostCopy(Strategy):
         def evict(action: Action) -> None:
             host.zero_()
             value = parameter.detach()
-            state.works[action.name] = ThreadWork(lambda: host.copy_(value))
+            state.issue(action, ThreadWork(lambda: host.copy_(value)))
 
         def use(action: Action) -> None:
             if not torch.equal(host, parameter.detach()):
@@ -107,7 +107,7 @@ def plan(analyzed: mw.AnalyzedModel) -> Plan:
 
 
 def evict_of(plan: Plan) -> Action:
-    return next(action for action in plan.actions if action.kind == "EVICT")
+    return next(action for action in plan.program.roles[0].actions if action.kind == "EVICT")
 
 
 def test_the_table_has_every_stream():
@@ -151,7 +151,7 @@ def test_a_copy_is_priced_by_the_host_link_and_runs_beside_compute(plan: Plan):
     assert (cost.comm_s, cost.compute_s) == (nbytes / 1e3, 0.0)
     assert predict_step(plan, target).step_s == pytest.approx(nbytes / 1e3)
     ticks = {tick.action.name: tick for tick in simulate(plan.program)}
-    first = next(action for action in plan.actions if action.kind == "F")
+    first = next(action for action in plan.program.roles[0].actions if action.kind == "F")
     assert ticks[first.name].start < ticks[evict_of(plan).name].end
 
 

@@ -46,7 +46,7 @@ def simulate(
     same list, stops every unfinished role.
     """
     ended: dict[str, float] = {}
-    roles = [_SimulatedRole(role, actions) for role, actions in program.roles]
+    roles = [_SimulatedRole(role.name, role.actions) for role in program.roles]
     simulated: list[SimulatedAction] = []
     progressed = True
     while progressed:
