@@ -273,7 +273,7 @@ def planned(case: Case) -> Bytes:
 
 
 def _sent(transfer: Transfer, mesh: Mesh) -> Fraction:
-    return Fraction(min_max_sent_nbytes(transfer, transfer.num_ranks(mesh))[1]).limit_denominator(
+    return Fraction(min_max_sent_nbytes(transfer, mesh)[1]).limit_denominator(
         10**6
     )  # thirds of a byte stay exact
 

@@ -135,9 +135,7 @@ def planned(plan: Plan) -> dict[str, Fraction]:
     for action in plan.for_rank(0).actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "other")
-            nbytes = Fraction(
-                min_max_sent_nbytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1]
-            )
+            nbytes = Fraction(min_max_sent_nbytes(action.transfer, plan.mesh)[1])
             found[what] = found.get(what, Fraction(0)) + nbytes
     return found
 

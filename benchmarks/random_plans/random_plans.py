@@ -165,9 +165,7 @@ def _drop_last_step(report: RankReport, planned: PlannedMessages) -> None:
     """
     report.num_steps -= 1
     report.microbatch_shapes = report.microbatch_shapes[: report.num_steps]
-    report.sent_entries = report.sent_entries[
-        : len(list(planned.messages(report.rank, report.microbatch_shapes or [()] * report.num_steps)))
-    ]
+    report.sent_entries = report.sent_entries[: len(list(planned.messages(report)))]
 
 
 def _multiplied(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -50,7 +50,7 @@ def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     for action in plan.for_rank(0).actions:
         key = formula_key(action.name, case)
         for transfer in action.transfers if key in found else ():
-            sent = min_max_sent_nbytes(transfer, plan.mesh.group_size(transfer.axes))[1]
+            sent = min_max_sent_nbytes(transfer, plan.mesh)[1]
             found[str(key)] += Fraction(sent).limit_denominator(10**6)  # a third of a byte is one
     return found
 

@@ -143,6 +143,14 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
     assert found.peak_flops["bfloat16"] > 9e14
 
 
+def test_rates_of_copies_come_from_the_table_and_from_the_measured_file(folder: Path, tmp_path: Path):
+    assert prediction_hardware("h100", "", 8).copy_rates == {"host link": 63e9}
+    assert prediction_hardware(str(folder / "device.toml"), "", 2).copy_rates == {}
+    more = tmp_path / "device.toml"
+    more.write_text("disk_rate = 2e9\n" + (folder / "device.toml").read_text())
+    assert prediction_hardware(str(more), "", 2).copy_rates == {"disk": 2e9}
+
+
 @pytest.mark.parametrize(
     ("hardware", "cluster", "message"),
     [

@@ -21,9 +21,9 @@ from meshwright.plan.strategy_interface import Handler
 from meshwright.verifier.message_trace import (
     NeedsRealTensorsError,
     TraceVerdict,
-    planned_collectives,
     sample_ranks,
 )
+from meshwright.verifier.messages import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import Tiny, analyzed_model, edited, plan_of, tiny_job, token_samples
 
@@ -78,7 +78,7 @@ def test_a_sound_plan_issues_what_it_states(analyzed: mw.AnalyzedModel, micro_ba
         "fake",
         plan.hash,
     )
-    assert found.num_messages == len(planned_collectives(plan.for_rank(0))) > 4
+    assert found.num_messages == len(planned_messages(plan.for_rank(0))) > 4
     numel = plan.model_spec.numel
     assert found.sent_nbytes == pytest.approx(
         (numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3

@@ -8,7 +8,9 @@ ranks share.
 
 from pathlib import Path
 
+from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
+from meshwright.plan.hardware.streams import Resource
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
@@ -86,6 +88,7 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
         hosts,
         ATTENTION_BLOCK_KEYS,
         notes=(*notes, *link_notes),
+        copy_rates=_copy_rates(profile),
     )
 
 
@@ -104,8 +107,23 @@ def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster 
             network, notes = RatedNetworkTime(machine), assumed
     device_time = RatedDeviceTime(machine) if profile is None else profile
     return ExecutionTarget(
-        machine.device.name, device_time, network, peak_flops=machine.device.flops, notes=notes
+        machine.device.name,
+        device_time,
+        network,
+        peak_flops=machine.device.flops,
+        notes=notes,
+        copy_rates=_copy_rates(machine.device) | (_copy_rates(profile) if profile else {}),
     )
+
+
+def _copy_rates(device: DeviceSpec | DeviceProfile) -> dict[Resource, float]:
+    """Bytes per second of copies within a rank, as far as they are known."""
+    rates: dict[Resource, float] = {
+        "host link": device.host_link_rate,
+        "disk": device.disk_rate,
+        "host memory": device.host_memory_rate,
+    }
+    return {resource: rate for resource, rate in rates.items() if rate}
 
 
 def _network_time(links: Cluster | None, world: int) -> tuple[NetworkTime, tuple[str, ...]]:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
-from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
@@ -40,7 +39,7 @@ from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan, RankPlan
-from meshwright.plan.sharding.mesh import in_mesh_order
+from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
 
 DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
 MAX_SHOWN = 5  # diagnostics in the text of a verdict
@@ -56,29 +55,14 @@ class NeedsRealTensorsError(PlanError):
     """The model depends on values that fake tensors do not have."""
 
 
-class TracedMessage(NamedTuple):
-    """One collective: action, kind, axes, number of ranks, the operand's bytes and dtype, algorithm."""
-
-    action: str
-    collective: str
-    axes: tuple[str, ...]
-    num_ranks: int
-    nbytes: int
-    dtype: str
-    algorithm: str
-
-    def __str__(self) -> str:
-        over = f"over {', '.join(self.axes)} ({self.num_ranks} ranks, {self.algorithm})"
-        return f"{self.collective} of {self.nbytes:,} bytes {self.dtype} {over}"
-
-
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank: the messages of each step, and the bytes that left it in the last one."""
+    """The trace of one rank: the messages and the counts of each step, and the bytes sent in the last one."""
 
     rank: int
-    steps: tuple[tuple[TracedMessage, ...], ...]
+    steps: tuple[list[Message], ...]
     sent_nbytes: float
+    counts: tuple[dict[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -152,12 +136,12 @@ def trace(
     if missing or not ranks:
         text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
-    planned = planned_collectives(plan.for_rank(0))
+    planned = planned_messages(plan.for_rank(0))
     traces = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
     diagnostics = [
         diagnostic
         for rank_trace in traces
-        for diagnostic in compare_trace(planned_collectives(plan.for_rank(rank_trace.rank)), rank_trace)
+        for diagnostic in compare_trace(plan.for_rank(rank_trace.rank), rank_trace)
     ]
     return TraceVerdict(
         plan=plan.hash,
@@ -171,18 +155,6 @@ def trace(
         tensor_kind="fake" if fake else "real",
         planned_nbytes={message.action: message.nbytes for message in planned},
         diagnostics=tuple(diagnostics),
-    )
-
-
-def planned_collectives(plan: RankPlan) -> tuple[TracedMessage, ...]:
-    """Returns what the rank of `plan` issues in one step, in the order of the program."""
-    issued_by_action = ((action.name, move) for action in plan.actions for move in action.transfers)
-    return tuple(
-        TracedMessage(
-            name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm
-        )
-        for name, move in issued_by_action
-        for axes in [in_mesh_order(move.axes)]
     )
 
 
@@ -202,7 +174,7 @@ def trace_rank(
     world = FakeWorld(plan.mesh, rank)
     world.ledger.is_recording = True
     subject = make_trained_module(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
-    issued = []
+    issued, counts = list[list[Message]](), list[dict[str, int]]()
     try:
         with ExitStack() as stack:
             if fake:
@@ -219,8 +191,10 @@ def trace_rank(
             stack.callback(executor.close)
             for _ in range(num_steps):
                 world.ledger.entries.clear()
+                world.ledger.counts.clear()
                 executor.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
-                issued.append(tuple(map(_message, world.ledger.entries)))
+                issued.append(issued_messages(world.ledger.entries))
+                counts.append(dict(world.ledger.counts))
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):
             raise
@@ -228,29 +202,29 @@ def trace_rank(
         raise NeedsRealTensorsError(
             text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error
-    return RankTrace(rank, tuple(issued), sum(entry.sent_nbytes for entry in world.ledger.entries))
+    sent_nbytes = sum(entry.sent_nbytes for entry in world.ledger.entries)
+    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts))
 
 
-def compare_trace(planned: Sequence[TracedMessage], rank_trace: RankTrace) -> Iterator[Diagnostic]:
-    """Yields every difference between what a rank issued and what is `planned` in each step.
+def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]:
+    """Yields every difference between what a rank issued and what `plan` states for each step.
 
     Each only once.
     """
     reported: set[str] = set()
-    for number, issued in enumerate(rank_trace.steps, start=1):
-        for action, text in _differences(planned, issued):
+    for number, (issued, counts) in enumerate(zip(rank_trace.steps, rank_trace.counts, strict=True), start=1):
+        planned = planned_messages(plan, counts=counts)
+        for action, text in (*count_problems(plan, counts), *_differences(planned, issued)):
             if text not in reported:
                 reported.add(text)
                 yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {number}", TRACE_FIX, action)
 
 
-def _differences(
-    planned: Sequence[TracedMessage], issued: Sequence[TracedMessage]
-) -> Iterator[tuple[str, str]]:
-    issued_by_action: Mapping[str, list[TracedMessage]] = defaultdict(list)
+def _differences(planned: Sequence[Message], issued: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    issued_by_action: Mapping[str, list[Message]] = defaultdict(list)
     for message in issued:
         issued_by_action[message.action].append(message)
-    stated: Mapping[str, list[TracedMessage]] = defaultdict(list)
+    stated: Mapping[str, list[Message]] = defaultdict(list)
     for message in planned:
         stated[message.action].append(message)
     same_order = len(planned) == len(issued)
@@ -291,18 +265,6 @@ def _differences(
                 f"differs",
             )
             return
-
-
-def _message(entry: LedgerEntry) -> TracedMessage:
-    return TracedMessage(
-        entry.action,
-        entry.collective,
-        entry.axes,
-        entry.group_size,
-        entry.nbytes,
-        entry.dtype,
-        entry.algorithm,
-    )
 
 
 def _repeat_samples(row: Batch, count: int) -> Batch:

@@ -12,7 +12,7 @@ Messages are compared with the program also where microbatches have other sizes 
 sent for such a microbatch is what the plan for such samples says; for that the model is analyzed on them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
@@ -28,10 +28,10 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan, RankPlan
-from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
+from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
 from meshwright.verifier.verdict_and_cause import (
     COMPARED_QUANTITIES,
@@ -39,9 +39,6 @@ from meshwright.verifier.verdict_and_cause import (
     Difference,
     Verdict,
 )
-
-# action, collective, axes, bytes of the operand, algorithm
-PlannedMessage = tuple[str, str, tuple[str, ...], int, str]
 
 
 class PlannedMessages:
@@ -55,26 +52,23 @@ class PlannedMessages:
         self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
         self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
 
-    def messages(
-        self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]
-    ) -> Iterator[tuple[int, PlannedMessage]]:
-        """Yields the messages of `rank`, each with its step.
-
-        `step_shapes` are its microbatches, none: as planned.
-        """
+    def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
+        """Yields the messages of the rank of `report`, each with its step."""
         actual, plans_by_shapes, known_messages = (
-            self._parity_case.plan.for_rank(rank),
+            self._parity_case.plan.for_rank(report.rank),
             dict[BatchShapes, RankPlan](),
-            dict[tuple[BatchShapes, ...], list[PlannedMessage]](),
+            dict[object, list[Message]](),
         )
-        for step, microbatches in enumerate(step_shapes):
+        for step, counts in enumerate(report.counts[: report.num_steps]):
+            microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
             for shapes in set(microbatches) - plans_by_shapes.keys():
-                plans_by_shapes[shapes] = self._plan_for_shapes(rank, step, shapes)
-            if microbatches not in known_messages:
-                known_messages[microbatches] = planned_messages(
-                    actual, [plans_by_shapes[shapes] for shapes in microbatches]
+                plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
+            key = microbatches, tuple(counts.items())
+            if key not in known_messages:
+                known_messages[key] = planned_messages(
+                    actual, [plans_by_shapes[shapes] for shapes in microbatches], counts
                 )
-            yield from ((step, message) for message in known_messages[microbatches])
+            yield from ((step, message) for message in known_messages[key])
 
     def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> RankPlan:
         read_batch, lengths = (
@@ -94,47 +88,6 @@ class PlannedMessages:
         return plan.for_rank(rank)
 
 
-def planned_messages(plan: RankPlan, microbatch_plans: Sequence[RankPlan] = ()) -> list[PlannedMessage]:
-    """Returns what each rank puts into collectives in one step, in the order of the program.
-
-    `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
-    those of `plan`.
-    """
-    plans_by_shapes = {
-        id(each): {action.name: action for action in each.actions} for each in microbatch_plans
-    }
-    known_messages = [
-        _resize(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
-        if microbatch_plans and a.microbatch is not None
-        else a
-        for a in plan.actions
-    ]
-    return [
-        (
-            action.name,
-            move.collective,
-            in_mesh_order(move.axes),
-            move.nbytes,
-            move.algorithm,
-        )
-        for action in known_messages
-        for move in action.transfers
-    ]
-
-
-def _resize(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
-    """Returns `action` with the sizes of `others`, by name.
-
-    A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as
-    much.
-    """
-    for kind in (action.kind, *(FORWARD_KINDS if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else ())):
-        name = replace(action, kind=kind).name
-        if name in plans_by_shapes:
-            return replace(plans_by_shapes[name], kind=action.kind)
-    return action
-
-
 TOLERANCE = 1e-10
 
 
@@ -149,6 +102,7 @@ class RankReport:
     sent_entries: list[LedgerEntry] = field(default_factory=list)
     # by step, of each microbatch; none: as planned
     microbatch_shapes: list[tuple[BatchShapes, ...]] = field(default_factory=list)
+    counts: list[dict[str, int]] = field(default_factory=list)  # by step, the rows that decide sizes
     num_steps: int = 0
 
 
@@ -193,7 +147,9 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
                 report.microbatch_shapes.append(
                     microbatch_shapes(batch, parity_case.plan, subject.dummy_batch)
                 )
+            world.ledger.counts.clear()
             metrics = executor.step(batch)
+            report.counts.append(dict(world.ledger.counts))
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             parameters = executor.gather_parameters()
@@ -217,7 +173,11 @@ def make_verdict(
     found += [
         d
         for report in reports
-        for d in (_replica_drift(report, reports[0]), _unplanned_message(report, expected_messages))
+        for d in (
+            _replica_drift(report, reports[0]),
+            _uncounted_rows(report, plan),
+            _unplanned_message(report, expected_messages),
+        )
         if d is not None
     ]
     found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
@@ -234,7 +194,7 @@ def make_verdict(
             key: _max_error(report.max_errors[key] for report in reports if key in report.max_errors)
             for key in COMPARED_QUANTITIES
         },
-        planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan.for_rank(0))},
+        planned_nbytes={message.action: message.nbytes for message in planned_messages(plan.for_rank(0))},
         cause=find_cause(found, parity_case) or ("incomplete" if missing else ""),
         first_difference=found[0] if found else None,
         num_other_differences=max(0, len(found) - 1),
@@ -244,14 +204,6 @@ def make_verdict(
         if stepped_microbatches(plan.for_rank(0).actions)
         else "one device",
     )
-
-
-def issued_messages(report: RankReport) -> list[PlannedMessage]:
-    """Returns what a rank put into collectives, over all its steps, in order."""
-    return [
-        (entry.action, entry.collective, tuple(entry.axes), entry.nbytes, entry.algorithm)
-        for entry in report.sent_entries
-    ]
 
 
 def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
@@ -287,14 +239,25 @@ def _replica_drift(report: RankReport, other: RankReport) -> Difference | None:
     )
 
 
+def _uncounted_rows(report: RankReport, plan: Plan) -> Difference | None:
+    for step, counts in enumerate(report.counts):
+        for _, problem in count_problems(plan.for_rank(report.rank), counts):
+            return Difference(step, "ledger", problem, "", None, report.rank)
+    return None
+
+
 def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -> Difference | None:
-    steps = report.microbatch_shapes or [()] * report.num_steps
-    for found, stands in zip_longest(issued_messages(report), expected_messages.messages(report.rank, steps)):
-        step, planned_message = stands or (len(steps), None)
-        if found != planned_message:
-            description = f"{found or 'no collective'} where the program states {planned_message or 'none'}"
+    issued = issued_messages(report.sent_entries)
+    for found, stands in zip_longest(issued, expected_messages.messages(report)):
+        step, stated = stands or (len(report.counts), None)
+        if found != stated:
+            description = f"{_issued_text(found)} where the program states {_issued_text(stated)}"
             return Difference(step, "ledger", description, "", None, report.rank)
     return None
+
+
+def _issued_text(message: Message | None) -> str:
+    return f"{message.action}: {message}" if message else "no collective"
 
 
 class _RankComparison:

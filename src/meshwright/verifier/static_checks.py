@@ -3,8 +3,8 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, what pipeline ranks do not agree on (pipeline_message_order.py,
-tied_grad_sums.py), and deadlocks.
+out, memory that is not freed, messages that cannot carry their transfer (message_checks.py), what pipeline
+ranks do not agree on (pipeline_message_order.py, tied_grad_sums.py), and deadlocks.
 """
 
 from collections import defaultdict
@@ -25,6 +25,7 @@ from meshwright.plan.step.single_device_program import (
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
+from meshwright.verifier.message_checks import check_messages, check_streams
 from meshwright.verifier.pipeline_message_order import check_message_order, find_unbuffered_deadlocks
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
@@ -48,6 +49,8 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_uses(rank_plan, role.actions),
             _check_whole_batch(rank_plan, role.actions),
             check_message_order(plan, role),
+            check_messages(plan.mesh, role.actions),
+            check_streams(role.actions),
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]

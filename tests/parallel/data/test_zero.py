@@ -20,7 +20,7 @@ from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import planned_messages
+from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
@@ -106,8 +106,7 @@ def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str
     executor_of(analyzed, plan, world).step(
         {key: value[: plan.local_batch] for key, value in token_samples().items()}
     )
-    issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
-    assert issued == planned_messages(plan.for_rank(world.rank))
+    assert issued_messages(world.ledger.entries) == planned_messages(plan.for_rank(world.rank))
     return dict(world.ledger.sent_nbytes)
 
 

@@ -17,7 +17,7 @@ from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_op
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import planned_messages
+from meshwright.verifier.messages import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, SHARD, Wide, error, outcome, plan_of, trained
 from tests.tiny_model import executor_of, tiny_job, token_samples
@@ -82,9 +82,8 @@ def test_verify_shards_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
     batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
     verdict = verify(analyzed, plan, batches)
     assert verdict.passed, str(verdict)
-    assert verdict.planned_nbytes == {
-        name: nbytes for name, _, _, nbytes, _ in planned_messages(plan.for_rank(0))
-    }
+    planned = planned_messages(plan.for_rank(0))
+    assert verdict.planned_nbytes == {each.action: each.nbytes for each in planned}
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion_bf16", "several"])

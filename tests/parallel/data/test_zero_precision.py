@@ -23,7 +23,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import planned_messages
+from meshwright.verifier.messages import Message, issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.paper_model import SyntheticModel
@@ -144,19 +144,16 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(
     plan = sharded(zero, 3, job_in(precision), micro_batch)
     assert static_checks(plan) == []
 
-    def issued(engine: Trainer) -> list[tuple]:
+    def issued(engine: Trainer) -> list[Message]:
         engine.world.ledger.is_recording = True
         step(engine)
-        return [
-            (e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype)
-            for e in engine.world.ledger.entries
-        ]
+        return issued_messages(engine.world.ledger.entries)
 
-    for entries in on_ranks(plan, issued):
-        assert [entry[:5] for entry in entries] == planned_messages(plan.for_rank(0))
-        assert {entry[5] for entry in entries if entry[0].startswith("UNSHARD")} == {precision.parameters}
-        assert {entry[5] for entry in entries if entry[0].startswith("REDUCE")} == {precision.reduce}
-        assert all(entry[3] % FLOAT_NBYTES[entry[5]] == 0 for entry in entries)
+    for found in on_ranks(plan, issued):
+        assert found == planned_messages(plan.for_rank(0))
+        assert {each.dtype for each in found if each.action.startswith("UNSHARD")} == {precision.parameters}
+        assert {each.dtype for each in found if each.action.startswith("REDUCE")} == {precision.reduce}
+        assert all(each.nbytes % FLOAT_NBYTES[each.dtype] == 0 for each in found)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)

@@ -24,7 +24,7 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import planned_messages
+from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 from tests.parallel.data.optimizer_cases import RULES, Wide, error, outcome, trained
@@ -183,8 +183,7 @@ def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float
     world.ledger.is_recording = True
     executor = executor_of(analyzed, plan, world)
     executor.step({key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()})
-    issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
-    assert issued == planned_messages(plan.for_rank(world.rank))
+    assert issued_messages(world.ledger.entries) == planned_messages(plan.for_rank(world.rank))
     executor.close()
     return dict(world.ledger.sent_nbytes)
 

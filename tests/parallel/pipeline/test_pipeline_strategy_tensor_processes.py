@@ -17,7 +17,8 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.float64_parity_setup import make_parity_case
-from meshwright.verifier.parity import RankReport, compare_rank, issued_messages, planned_messages
+from meshwright.verifier.messages import issued_messages, planned_messages
+from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import VOCABULARY, tiny_job
@@ -47,7 +48,9 @@ def compared(world: World, name: str) -> tuple[RankReport, bool]:
         lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
     )
     report = compare_rank(case, world, run_reference(case, STEPS))
-    return report, issued_messages(report) == planned_messages(case.plan.for_rank(world.rank)) * STEPS
+    return report, issued_messages(report.sent_entries) == planned_messages(
+        case.plan.for_rank(world.rank)
+    ) * STEPS
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -56,6 +56,11 @@ def test_what_is_not_in_the_table_has_no_peak(device: str, dtype: str):
     assert peak_flops(device, dtype) is None
 
 
+@pytest.mark.parametrize(("device", "gb_s"), [("V100", 15.75), ("A100", 31.5), ("H100", 63), ("TPU v4", 0)])
+def test_the_link_to_the_host_is_that_of_its_data_sheet(device: str, gb_s: float):
+    assert find_device(device).host_link_rate == gb_s * 1e9
+
+
 @pytest.mark.parametrize(
     ("word", "name", "gib"),
     [

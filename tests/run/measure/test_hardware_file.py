@@ -52,6 +52,16 @@ def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
     assert with_host_links(found, "my.toml") == with_host_links(with_host_links(found, "my.toml"), "my.toml")
 
 
+def test_rates_of_copies_are_read_where_they_are_known(tmp_path: Path):
+    found = read_machine(
+        written(tmp_path, OWN + "host_link_gb_s = 60\ndisk_gb_s = 3\nhost_memory_gb_s = 40\n"), 8
+    ).device
+    assert (found.host_link_rate, found.disk_rate, found.host_memory_rate) == (60e9, 3e9, 40e9)
+    plain = read_machine(written(tmp_path, OWN), 8).device
+    assert (plain.host_link_rate, plain.disk_rate, plain.host_memory_rate) == (0.0, 0.0, 0.0)
+    assert "host_link_gb_s = 0" in refused(tmp_path, OWN + "host_link_gb_s = 0\n")
+
+
 def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
     found = read_machine(
         written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nmatmul = 0.5\n'), 32

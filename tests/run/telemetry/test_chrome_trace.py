@@ -100,6 +100,21 @@ def test_overlapping_messages_are_on_separate_tracks(tmp_path):
     )
 
 
+def test_copies_have_rows_of_their_stream(tmp_path: Path):
+    tracer = StepTracer(tmp_path, 0, CPU, 1, 0, 1)
+    watch = tracer.start_step(1)
+    for name in ("a", "b"):
+        watch.begin_span(f"EVICT({name})", "EVICT", "copy_out", Action("EVICT", name, stream="copy_out"))
+    watch.begin_span("REDUCE(a)", "REDUCE", "comm", Action("REDUCE", "a", stream="comm"))
+    for name in ("EVICT(a)", "EVICT(b)", "REDUCE(a)"):
+        watch.end_comm_span(name)
+    tracer.end_step(1)
+    events = json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = {event["name"]: names[event["tid"]] for event in events if event["ph"] == "X"}
+    assert rows == {"EVICT(a)": "copy_out", "EVICT(b)": "copy_out (2)", "REDUCE(a)": "comm"}
+
+
 def test_every_moment_of_a_step_counts_once():
     """Forward 0-4 with a block 1-2 and a wait 2-3 in it; loss 4-5, backward 5-7, pack 7-7.5, issue, optimizer
     8-9, of 0-10.

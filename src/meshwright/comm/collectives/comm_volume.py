@@ -5,6 +5,7 @@ from types import MappingProxyType
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import min_max_sent
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Transfer
 
 DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
@@ -31,14 +32,19 @@ def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
             return 0.0
 
 
-def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
-    """Returns the fewest and the most bytes that leave one of `size` ranks in `transfer`, by its algorithm.
+def min_max_sent_nbytes(transfer: Transfer, mesh: Mesh) -> tuple[float, float]:
+    """Returns the fewest and the most bytes that leave a rank of `mesh` in the messages of `transfer`.
 
     If one rank sends, or all but one do, it is what each of those sends.
     """
-    if transfer.algorithm == BACKEND:
-        nbytes = sent_nbytes(transfer.collective, transfer.nbytes, size)
-        return nbytes, nbytes
-    width = DTYPE_NBYTES[transfer.dtype]
-    least, most = min_max_sent(get_algorithm(transfer.algorithm), size, transfer.nbytes // width)
-    return float(least * width), float(most * width)
+    least, most = 0.0, 0.0
+    for message in transfer.messages:
+        size = message.num_ranks(mesh)
+        if message.algorithm == BACKEND:
+            nbytes = sent_nbytes(message.collective, message.nbytes, size)
+            least, most = least + nbytes, most + nbytes
+        else:
+            width = DTYPE_NBYTES[message.dtype]
+            bounds = min_max_sent(get_algorithm(message.algorithm), size, message.nbytes // width)
+            least, most = least + bounds[0] * width, most + bounds[1] * width
+    return least, most

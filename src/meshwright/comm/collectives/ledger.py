@@ -43,11 +43,13 @@ class Ledger:
     `phase` say what they are for; the training loop keeps them up to date. `check_desync` is called with each
     call before it is issued, and raises CollectiveError on every rank of the group unless all of them issue
     the same; what it issues itself, while `is_comparing`, is not compared. With `compare_first_step_only` it
-    is called in the first step alone.
+    is called in the first step alone. `counts` are the rows of the current step that decide the size of a
+    collective, by name (`RuntimeSize`).
     """
 
     is_recording: bool = False
     entries: list[LedgerEntry] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
     sent_nbytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder)
     phase: RunPhase = "init"
@@ -64,6 +66,10 @@ class Ledger:
             yield
         finally:
             self.is_recording = before
+
+    def record_count(self, name: str, rows: int) -> None:
+        """Records how many rows this rank counted under `name` in this step, before it sends them."""
+        self.counts[name] = rows
 
     def record(self, entry: LedgerEntry) -> None:
         """Adds what `entry` sent to its action's total; keeps the entry itself while `is_recording`."""

@@ -26,7 +26,12 @@ from meshwright.plan.sharding.mesh import in_mesh_order
 def create_groups(plan: Plan, world: World) -> None:
     """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
     moves = (move for role in plan.program.roles for action in role.actions for move in action.transfers)
-    keys = {(in_mesh_order(move.axes), among) for move in moves for among in move.member_groups(plan.mesh)}
+    keys = {
+        (in_mesh_order(message.axes), among)
+        for move in moves
+        for message in move.messages
+        for among in message.member_groups(plan.mesh)
+    }
     if world.serializes_p2p:
         keys |= set(_p2p_pairs(plan))
     world.create_groups(keys)

@@ -26,7 +26,8 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.plan.step.program import Action, StreamName
+from meshwright.plan.hardware.streams import StreamName
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 # an action, its handler, and the comm actions it waits for
@@ -163,7 +164,7 @@ def _profiled_handler(
             wait_for_work(name, works[name], profiler)
         if handler is None:  # a forward: it ends when the drive leaves the block
             profiler.begin_span(action.name, action.kind, "compute", action)
-        elif action.stream != "compute":
+        elif action.starts_work:
             _issue(action, handler, works, profiler)
         else:
             with profiler.record_span(action.name, action.kind, action):

@@ -369,12 +369,12 @@ class StepExecutor:
         if unknown:
             fix = "return a handler from the strategy's `bind` for each kind that its `rewrite` adds"
             raise PlanError(f"no handler for {', '.join(unknown)}", fix=fix, location="program")
-        comm_streams = {action.name: action.stream for action in actions if action.stream != "compute"}
+        started_on = {action.name: action.stream for action in actions if action.starts_work}
         resolved = []
         for action in actions:
             handler = None if action.kind in FORWARD_KINDS else handlers[action.kind]
             waits = tuple(
-                name for name in action.waits if comm_streams.get(name, action.stream) != action.stream
+                name for name in action.waits if started_on.get(name, action.stream) != action.stream
             )
             resolved.append((action, handler, waits))
         return resolved

@@ -40,7 +40,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
 from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
-from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
@@ -100,10 +100,10 @@ class TiledMLP(Strategy):
                 for call, fraction in zip(calls, fractions, strict=True)
             ]
             if calls and action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
-                left = {
-                    each.name: each.nbytes - (each.name == name) * sum(inside) for each in action.allocations
-                }
-                allocations = tuple(Allocation(each, max(0, nbytes)) for each, nbytes in left.items())
+                allocations = tuple(
+                    replace(each, nbytes=max(0, each.nbytes - sum(inside))) if each.name == name else each
+                    for each in action.allocations
+                )
                 return replace(action, allocations=allocations)
             if calls and action.kind in INPUT_GRAD_KINDS:
                 tile_nbytes = max(int(each * tile_fraction) for each in inside)

@@ -4,7 +4,10 @@ source.
 With it a speed can be given as a fraction of the peak (MFU, model FLOPs utilization), and a plan can be
 estimated before any device is rented. A device that is not in the table, every CPU among them, has no peak:
 then a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of
-its own host, `nic_rate` out of it.
+its own host, `nic_rate` out of it, `host_link_rate` to the memory of its host: 16 lanes of the PCI Express
+generation of its data sheet (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900 GB/s,
+and nothing for a kind whose link is not certain. The disk and the memory of a host (`disk_rate`,
+`host_memory_rate`, for each device) are not the device's: a file gives them.
 """
 
 import csv
@@ -39,6 +42,9 @@ class DeviceSpec:
     num_compute_units: int
     source: str
     watts: float = 0.0
+    host_link_rate: float = 0.0
+    disk_rate: float = 0.0
+    host_memory_rate: float = 0.0
 
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s on operands of `dtype`; None if the device does not support it."""
@@ -87,4 +93,5 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         num_compute_units=int(row["units"]),
         source=row["source"],
         watts=float(row["watts"] or 0),
+        host_link_rate=float(row["host_link_gb_s"] or 0) * 1e9,
     )

@@ -1,8 +1,8 @@
 """Represents a training step as a list of actions per role.
 
 An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (a block call or a bucket), the
-microbatch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
-start in order and run beside them, and so do those on `send` and `recv`, which involve one other rank only.
+microbatch, and the stream on which it runs (hardware/streams.py). Actions on `compute` run one after another;
+actions on every other stream start in order, and run beside them until an action that names them in `waits`.
 An action states what it waits for, what it communicates, how many operations it costs, and which memory it
 allocates and frees. The same list is estimated, checked, drawn and executed.
 
@@ -14,31 +14,73 @@ of the mesh may be one. In `waits`, `role/name` refers to an action of another r
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
+from meshwright.plan.hardware.streams import COPY, STREAMS, StreamName
 from meshwright.plan.sharding.mesh import Mesh
 
-StreamName = Literal["compute", "comm", "send", "recv"]
+
+@dataclass(frozen=True)
+class RuntimeSize:
+    """A size that the data of a step decides: `row_nbytes` bytes for each row.
+
+    The rows are those that a rank counts in the step and records in its ledger under the name `count`
+    (`Ledger.record_count`), `expected_rows` in the mean and never more than `max_rows`. Sizes that the shapes
+    of a batch decide are not such: then the plan is made again for these shapes.
+    """
+
+    count: str
+    row_nbytes: int
+    expected_rows: int
+    max_rows: int
+
+    @property
+    def expected(self) -> int:
+        """The bytes that are expected: what a step is priced with."""
+        return self.expected_rows * self.row_nbytes
+
+    @property
+    def at_most(self) -> int:
+        """The most bytes: what memory is needed for."""
+        return self.max_rows * self.row_nbytes
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of memory, by name, and its size in bytes on one rank."""
+    """A piece of memory, by name, and its size in bytes on one rank.
+
+    If the data decides the size, `runtime_size` says how, and `nbytes` is what is expected.
+    """
 
     name: str
     nbytes: int
+    runtime_size: RuntimeSize | None = None
+
+    def __post_init__(self) -> None:
+        _check_expected(self.nbytes, self.runtime_size)
+
+    @property
+    def max_nbytes(self) -> int:
+        """The most bytes that it takes in any step."""
+        return self.nbytes if self.runtime_size is None else self.runtime_size.at_most
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The communication of an action: the collective, its axes and algorithm, and the bytes that each rank
-    puts in.
+    """The communication of an action: what it means, and how it is carried.
+
+    `collective`, `axes` and `nbytes`, which each rank puts in, say what it means. It is carried by the
+    collective of that name, in the rounds of `algorithm`; or by the collectives `carried_by`, in this order:
+
+        all_reduce of float32 [N]     is carried by     all_to_all of int8 [N],    all_to_all of scales,
+                                                        all_gather of int8 [N/n],  all_gather of scales
+
+    Static checks read the meaning. The ledger, the bytes sent and the price are those of `messages`.
 
     `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
     receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
     each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
     `num_neighbours`, groups are that many neighbours. A transfer `in_glue` is not repeated when a block is
-    recomputed.
+    recomputed. If the data decides the size, `runtime_size` says how, and `nbytes` is what is expected.
     """
 
     collective: str
@@ -52,6 +94,18 @@ class Transfer:
     member_indices: tuple[int, ...] = ()
     num_neighbours: int = 0
     in_glue: bool = field(default=False, compare=False)
+    carried_by: tuple["Transfer", ...] = ()
+    runtime_size: RuntimeSize | None = None
+
+    def __post_init__(self) -> None:
+        _check_expected(self.nbytes, self.runtime_size)
+
+    @property
+    def messages(self) -> tuple["Transfer", ...]:
+        """The collectives that ranks issue for this transfer, each carried by itself; a copy has none."""
+        if not self.carried_by:
+            return () if self.collective == COPY else (self,)
+        return tuple(message for carrier in self.carried_by for message in carrier.messages)
 
     def num_ranks(self, mesh: Mesh) -> int:
         """Returns the number of ranks of `mesh` in one group of this transfer."""
@@ -65,6 +119,26 @@ class Transfer:
             neighbour_indices(first, self.num_neighbours)
             for first in range(0, mesh.group_size(self.axes), self.num_neighbours)
         )
+
+    def member_ranks(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that take part in the group of `rank`; of a send or a receive, both ends."""
+        ranks = mesh.peers(rank, self.axes)
+        if self.peer is not None:
+            return rank, ranks[self.peer]
+        indices = self.member_indices or neighbour_indices(ranks.index(rank), self.num_neighbours)
+        return tuple(ranks[index] for index in indices) or ranks
+
+
+def _check_expected(nbytes: int, runtime_size: RuntimeSize | None) -> None:
+    if runtime_size is None:
+        return
+    if nbytes != runtime_size.expected:
+        raise ValueError(
+            f"the size is {nbytes} bytes, and {runtime_size} expects {runtime_size.expected}; give "
+            "runtime_size.expected as the size"
+        )
+    if runtime_size.expected_rows > runtime_size.max_rows:
+        raise ValueError(f"{runtime_size} expects more rows than there can be; give a larger max_rows")
 
 
 def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
@@ -100,6 +174,17 @@ class Action:
     def transfers(self) -> tuple[Transfer, ...]:
         """All transfers: its own, and those inside."""
         return self.inner_transfers if self.transfer is None else (self.transfer, *self.inner_transfers)
+
+    @property
+    def starts_work(self) -> bool:
+        """Whether it starts a work beside `compute`, which others wait for."""
+        return STREAMS[self.stream].starts_work
+
+    @property
+    def sent_transfers(self) -> tuple[Transfer, ...]:
+        """The transfers whose messages leave this rank, or may: not those that it receives, or copies."""
+        transfers = self.transfers if STREAMS[self.stream].is_priced else ()
+        return tuple(transfer for transfer in transfers if transfer.messages)
 
     def with_inner_transfers(self, more: Sequence[Transfer]) -> "Action":
         """Returns the action with `more` transfers inside, in the order of their positions."""
@@ -189,7 +274,7 @@ def with_waits(action: Action, names: Iterable[str]) -> Action:
 
 
 def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
-    """Returns `action` with `nbytes` more in the allocation `name`."""
+    """Returns `action` with `nbytes` more in the allocation `name`, whose size no data decides."""
     takes = (
         replace(allocation, nbytes=allocation.nbytes + nbytes) if allocation.name == name else allocation
         for allocation in action.allocations

@@ -6,7 +6,7 @@ It leaves out the names of the parameters of an action: they are many, and the p
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
+from meshwright.plan.step.program import Action, Allocation, Program, Role, RuntimeSize, Transfer
 
 
 def program_to_dict(program: Program) -> dict[str, dict[str, Any]]:
@@ -41,7 +41,10 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
         "stream": action.stream,
         "waits": list(action.waits),
         "flops": action.flops,
-        "allocations": [[allocation.name, allocation.nbytes] for allocation in action.allocations],
+        "allocations": [
+            [allocation.name, allocation.nbytes, *_size_fields(allocation.runtime_size)]
+            for allocation in action.allocations
+        ],
         "frees": list(action.frees),
         "transfer": None if transfer is None else _transfer_to_list(transfer),
     }
@@ -53,15 +56,24 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
 
 
 def _transfer_to_list(transfer: Transfer) -> list[Any]:
-    return [
+    fields: list[Any] = [
         transfer.collective,
         list(transfer.axes),
         transfer.nbytes,
         transfer.algorithm,
         transfer.dtype,
-        *([] if transfer.peer is None else [transfer.peer]),
-        *([None, list(transfer.member_indices)] if transfer.member_indices else []),
+        transfer.peer,
+        list(transfer.member_indices),
+        [_transfer_to_list(carrier) for carrier in transfer.carried_by],
+        *_size_fields(transfer.runtime_size),
     ]
+    while fields[-1] in (None, []):
+        fields.pop()
+    return fields
+
+
+def _size_fields(size: RuntimeSize | None) -> list[list[Any]]:
+    return [] if size is None else [[size.count, size.row_nbytes, size.expected_rows, size.max_rows]]
 
 
 def _transfer_from_list(
@@ -72,9 +84,19 @@ def _transfer_from_list(
     dtype: str,
     peer: int | None = None,
     member_indices: Sequence[int] = (),
+    carried_by: Sequence[Any] = (),
+    runtime_size: Sequence[Any] = (),
 ) -> Transfer:
     return Transfer(
-        collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(member_indices)
+        collective,
+        tuple(axes),
+        nbytes,
+        algorithm,
+        dtype,
+        peer=peer,
+        member_indices=tuple(member_indices),
+        carried_by=tuple(_transfer_from_list(*carrier) for carrier in carried_by),
+        runtime_size=RuntimeSize(*runtime_size) if runtime_size else None,
     )
 
 
@@ -88,6 +110,9 @@ def _action_from_dict(fields: Mapping[str, Any]) -> Action:
         waits=tuple(fields.get("waits", ())),
         transfer=None if transfer is None else _transfer_from_list(*transfer),
         flops=fields.get("flops", 0),
-        allocations=tuple(Allocation(name, nbytes) for name, nbytes in fields.get("allocations", ())),
+        allocations=tuple(
+            Allocation(name, nbytes, *(RuntimeSize(*size) for size in sizes))
+            for name, nbytes, *sizes in fields.get("allocations", ())
+        ),
         frees=tuple(fields.get("frees", ())),
     )

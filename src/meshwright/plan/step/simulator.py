@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.step.program import Action, Program, StreamName
+from meshwright.plan.hardware.streams import STREAMS, StreamName
+from meshwright.plan.step.program import Action, Program
 
 StreamKey = tuple[StreamName, int | None]  # a stream, and the peer of its transfers
 
@@ -112,11 +113,11 @@ class _SimulatedRole:
     ) -> None:
         while self.cursor < len(self.actions):
             action = self.actions[self.cursor]
-            if action.stream != "compute" and self._own_waits_are_issued(action):
+            if action.starts_work and self._own_waits_are_issued(action):
                 self.issued.setdefault(_stream_key(action), deque()).append(
                     (self.cursor, self.free.get(("compute", None), 0.0))
                 )
-            elif action.stream == "compute" and self._ready(action, ended):
+            elif not action.starts_work and self._ready(action, ended):
                 simulated.append(self._run(action, 0.0, ended, duration))
             else:
                 return
@@ -146,7 +147,9 @@ class _SimulatedRole:
 
 
 def _stream_key(action: Action) -> StreamKey:
-    return action.stream, None if action.transfer is None else action.transfer.peer
+    if action.transfer is None or not STREAMS[action.stream].in_order_per_peer:
+        return action.stream, None
+    return action.stream, action.transfer.peer
 
 
 def qualified_name(role: str, wait: str) -> str:

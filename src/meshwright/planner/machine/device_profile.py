@@ -96,7 +96,8 @@ class DeviceProfile:
 
     On a CPU, `ranks` processes with `threads` threads each were measured at once: the numbers are those of
     one process, and `memory` is its fraction. `call_s` and `call_backward_s` are the minimum of any
-    operation, forward (recorded for a backward) and backward.
+    operation, forward (recorded for a backward) and backward. The rates of copies to host memory, of disks
+    and of host memory, bytes/s for each process, are not measured: whoever knows one writes it; 0: unknown.
     """
 
     date: str
@@ -113,6 +114,9 @@ class DeviceProfile:
     memory_ops: tuple[MemoryOpTiming, ...]
     elementwise_ops: tuple[ElementwiseTiming, ...] = ()
     straggler_samples: tuple[StragglerSample, ...] = ()
+    host_link_rate: float = 0.0
+    disk_rate: float = 0.0
+    host_memory_rate: float = 0.0
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Returns the seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured
@@ -204,6 +208,11 @@ class DeviceProfile:
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
+        for name in ("host_link_rate", "disk_rate", "host_memory_rate"):
+            if not 0 <= vars(self)[name] < inf:
+                yield Diagnostic(
+                    f"{name} {vars(self)[name]}", "write bytes per second, or leave it out", name
+                )
         for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "straggler_samples"):
             for number, timing in enumerate(vars(self)[name]):
                 yield from _timing_diagnostics(timing, f"{name}.{number}")

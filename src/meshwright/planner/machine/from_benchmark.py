@@ -56,6 +56,9 @@ def measured_device(profile: DeviceProfile) -> DeviceSpec:
         devices_per_host=0,
         num_compute_units=profile.threads,
         source=f"bench device, {profile.date}",
+        host_link_rate=profile.host_link_rate,
+        disk_rate=profile.disk_rate,
+        host_memory_rate=profile.host_memory_rate,
     )
 
 

@@ -10,6 +10,8 @@
                     the bytes of gradients, weights and optimizer states that they read and write
     REDUCE, UNSHARD, SEND ...
                     seconds on the network (network_time.py)
+    copy_in, copy_out, disk, host
+                    bytes over the rate of what the stream occupies (plan/hardware/streams.py)
 
     one operation                  max(call,  2 m n k / FLOP/s for that shape)   or   max(call,  bytes / rate)
     block, asynchronous launches   max(sum of all calls,  sum of all operations)
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from meshwright.plan.hardware.streams import STREAMS
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
 from meshwright.plan.plan import Plan
@@ -33,7 +36,7 @@ from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, WEIGHT_GRAD_KINDS
 from meshwright.planner.program_cost.device_time import ExecutionTarget
-from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
+from meshwright.planner.program_cost.network_time import full_nbytes
 from meshwright.planner.program_cost.rank_memory import optimizer_work
 
 # much larger operations were measured with newly allocated memory
@@ -95,10 +98,14 @@ class ActionCosts:
 
     def cost(self, action: Action) -> ActionCost:
         """Returns the cost of `action`."""
-        if action.stream == "recv":  # a message is counted where it is sent
+        stream = STREAMS[action.stream]
+        if not stream.is_priced:
             return ActionCost()
+        if stream.copies:
+            nbytes = 0 if action.transfer is None else action.transfer.nbytes
+            return ActionCost(0.0, nbytes / self.target.copy_rates[stream.resource] if nbytes else 0.0)
         transfer_s = 0.0 if action.transfer is None else self._transfer_seconds(action.transfer)
-        if action.stream != "compute":
+        if stream.starts_work:
             return ActionCost(0.0, transfer_s)
         compute_s = self.target.slowdown * (self._compute_seconds(action) + self._layout_copy_seconds(action))
         return ActionCost(compute_s, transfer_s + self._inner_comm_seconds(action))
@@ -337,11 +344,11 @@ class ActionCosts:
     def _inner_comm_seconds(self, action: Action) -> float:
         """Seconds of the collectives inside an action, without ring shifts that attention hides."""
         ring_s, other_s = 0.0, 0.0
-        for transfer in action.inner_transfers:
-            if transfer.collective == "shift":
-                ring_s += self._transfer_seconds(transfer)
+        for message in (message for transfer in action.inner_transfers for message in transfer.messages):
+            if message.collective == "shift":
+                ring_s += self._transfer_seconds(message)
             else:
-                other_s += self._transfer_seconds(transfer)
+                other_s += self._transfer_seconds(message)
         if (
             ring_s
             and self.target.async_launch
@@ -358,19 +365,19 @@ class ActionCosts:
 
     def _layout_copy_seconds(self, action: Action) -> float:
         seconds = 0.0
-        for transfer in action.inner_transfers:
-            size = len(self.member_ranks(transfer))
+        for message in (message for transfer in action.inner_transfers for message in transfer.messages):
+            size = len(self.member_ranks(message))
             if size > 1:
-                nbytes = transfer.nbytes * (size if transfer.collective in GATHERING_COLLECTIVES else 1)
                 seconds += LAYOUT_COPIES.get(
-                    transfer.collective, 0
-                ) * self.target.device_time.memory_op_seconds(2 * nbytes)
+                    message.collective, 0
+                ) * self.target.device_time.memory_op_seconds(2 * full_nbytes(message, size))
         return seconds
 
     def _transfer_seconds(self, transfer: Transfer) -> float:
         if transfer not in self._cached_transfers:
-            self._cached_transfers[transfer] = self.target.network_time.seconds(
-                transfer, self.member_ranks(transfer)
+            self._cached_transfers[transfer] = sum(
+                self.target.network_time.seconds(message, self.member_ranks(message))
+                for message in transfer.messages
             )
         return self._cached_transfers[transfer]
 
@@ -380,13 +387,7 @@ class ActionCosts:
 
     def member_ranks(self, transfer: Transfer) -> tuple[int, ...]:
         """Returns the ranks that take part in `transfer`."""
-        ranks = self._plan.mesh.peers(self._rank, transfer.axes)
-        if transfer.peer is not None:
-            return self._rank, ranks[transfer.peer]
-        if transfer.num_neighbours:
-            start = ranks.index(self._rank) // transfer.num_neighbours * transfer.num_neighbours
-            return ranks[start : start + transfer.num_neighbours]
-        return tuple(ranks[index] for index in transfer.member_indices) or ranks
+        return transfer.member_ranks(self._plan.mesh, self._rank)
 
 
 def _all_ops(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:

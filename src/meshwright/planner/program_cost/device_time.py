@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
+from meshwright.plan.hardware.streams import Resource
 from meshwright.plan.model_spec.op_sizes_and_memory import AttentionSize
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import attention_seconds, matmul_seconds, memory_op_seconds
@@ -103,7 +104,8 @@ class ExecutionTarget:
     device is busy. `cores_per_host`: cores that the ranks of a host share, of which each uses
     `threads_per_rank`; 0: each rank has its own device. `slowdown`: a factor for ranks with fewer cores than
     the measurement had. `num_hosts`: the hosts of the ranks. `attention_block`: under a causal mask the
-    kernel skips whole blocks of so many keys. `peak_flops`: FLOP/s by dtype.
+    kernel skips whole blocks of so many keys. `peak_flops`: FLOP/s by dtype. `copy_rates`: bytes/s of what
+    the streams that copy occupy, one way; a plan that needs one that is missing is refused.
     """
 
     name: str
@@ -117,3 +119,4 @@ class ExecutionTarget:
     attention_block: int = 128
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    copy_rates: Mapping[Resource, float] = field(default_factory=dict)

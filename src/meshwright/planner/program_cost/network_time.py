@@ -6,7 +6,8 @@
                 by the network model that was fitted to the all-reduces (plan/hardware/network_model.py)
     rated       bytes over the rate of the slowest link on the way, and latencies (machine/roofline.py)
 
-`ranks` are the members of a collective, as positions in the world: neighbours share a host.
+`ranks` are the members of a collective, as positions in the world: neighbours share a host. The seconds are
+those of one message; a transfer takes as long as its messages (`Transfer.messages`) one after another.
 """
 
 from collections.abc import Sequence
@@ -22,14 +23,13 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
 
 POINT_TO_POINT = ("send", "recv", "shift")
-GATHERING_COLLECTIVES = ("all_gather", "gather")  # their nbytes is one rank's shard
 
 
 class NetworkTime(Protocol):
     """Seconds of collectives and messages."""
 
-    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """Returns the seconds of `transfer` among `ranks`."""
+    def seconds(self, message: Transfer, ranks: Sequence[int]) -> float:
+        """Returns the seconds of `message` among `ranks`."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class MeasuredNetworkTime:
 
     cluster: Cluster
 
-    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """Returns the seconds of `transfer` among `ranks`."""
+    def seconds(self, message: Transfer, ranks: Sequence[int]) -> float:
+        """Returns the seconds of `message` among `ranks`."""
         size = len(ranks)
-        if size < 2 or not transfer.nbytes:
+        if size < 2 or not message.nbytes:
             return 0.0
         ranks_per_host = self.cluster.ranks_per_host
         per_host = (
@@ -51,15 +51,15 @@ class MeasuredNetworkTime:
                 1, min(size, sum(rank // ranks_per_host == ranks[0] // ranks_per_host for rank in ranks))
             )
         )
-        if transfer.collective == "all_reduce":
-            return predict_all_reduce_s(self.cluster, transfer.algorithm, size, transfer.nbytes, per_host)
-        if transfer.collective in ("send", "recv"):
+        if message.collective == "all_reduce":
+            return predict_all_reduce_s(self.cluster, message.algorithm, size, message.nbytes, per_host)
+        if message.collective in ("send", "recv"):
             crosses_hosts = bool(ranks_per_host) and ranks[0] // ranks_per_host != ranks[-1] // ranks_per_host
-            return message_seconds(self.cluster.network, transfer.nbytes, crosses_hosts=crosses_hosts)
-        nbytes = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
-        if transfer.collective == "shift":
+            return message_seconds(self.cluster.network, message.nbytes, crosses_hosts=crosses_hosts)
+        nbytes = full_nbytes(message, size)
+        if message.collective == "shift":
             # every rank sends as much as in an all-to-all of so many bytes
-            nbytes = transfer.nbytes * size / (size - 1)
+            nbytes = message.nbytes * size / (size - 1)
         return predict_all_reduce_s(self.cluster, BACKEND, size, nbytes, per_host) / 2
 
 
@@ -69,16 +69,16 @@ class RatedNetworkTime:
 
     machine: Machine
 
-    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
-        """Returns the seconds of `transfer` among `ranks`."""
+    def seconds(self, message: Transfer, ranks: Sequence[int]) -> float:
+        """Returns the seconds of `message` among `ranks`."""
         size = len(ranks)
-        if size < 2 or not transfer.nbytes:
+        if size < 2 or not message.nbytes:
             return 0.0
         stride = abs(ranks[1] - ranks[0])
-        if transfer.collective in POINT_TO_POINT:
-            return send_seconds(self.machine, transfer.nbytes, stride)
-        nbytes = transfer.nbytes * size if transfer.collective in GATHERING_COLLECTIVES else transfer.nbytes
-        times = 2 if transfer.collective == "all_reduce" else 1
+        if message.collective in POINT_TO_POINT:
+            return send_seconds(self.machine, message.nbytes, stride)
+        nbytes = full_nbytes(message, size)
+        times = 2 if message.collective == "all_reduce" else 1
         return times * all_gather_seconds(self.machine, nbytes, size, stride, self.machine.num_devices)
 
 
@@ -86,9 +86,14 @@ class RatedNetworkTime:
 class UnknownNetworkTime:
     """Links without any measurement: communication counts as free."""
 
-    def seconds(self, transfer: Transfer, ranks: Sequence[int]) -> float:
+    def seconds(self, message: Transfer, ranks: Sequence[int]) -> float:
         """Returns 0."""
         return 0.0
+
+
+def full_nbytes(message: Transfer, num_ranks: int) -> int:
+    """Returns the bytes of the full tensor of a collective: of a gather, each rank puts in its shard."""
+    return message.nbytes * (num_ranks if message.collective in ("all_gather", "gather") else 1)
 
 
 def message_seconds(network: NetworkModel, nbytes: float, *, crosses_hosts: bool = False) -> float:

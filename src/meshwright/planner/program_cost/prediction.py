@@ -9,10 +9,12 @@
 The five of a role add up to the step. Ranks of one role do the same, so only the first of them is estimated.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from meshwright.plan.hardware.streams import STREAMS, Resource
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Program, with_waits
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
@@ -70,7 +72,11 @@ class StepPrediction:
 
 
 def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
-    """Returns the predicted seconds of a step of `plan` on `target`."""
+    """Returns the predicted seconds of a step of `plan` on `target`.
+
+    Raises PlanError if the plan copies over something whose rate `target` does not know.
+    """
+    raise_diagnostics(_unknown_copy_rates(plan.program, target))
     program, costs, ops_known = with_collective_waits(plan.program), dict[int, ActionCost](), True
     for role in program.roles:
         action_costs = ActionCosts(plan, role.ranks[0], target)
@@ -89,6 +95,23 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
     notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)))
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes)
+
+
+def _unknown_copy_rates(program: Program, target: ExecutionTarget) -> Iterator[Diagnostic]:
+    """Yields for each resource of unknown rate the first action that copies over it."""
+    copies: dict[Resource, Action] = {}
+    for action in (action for role in program.roles for action in role.actions):
+        stream = STREAMS[action.stream]
+        if stream.copies and action.transfer is not None and stream.resource not in target.copy_rates:
+            copies.setdefault(stream.resource, action)
+    for resource, action in copies.items():
+        key = resource.replace(" ", "_")
+        yield Diagnostic(
+            f"{action.name} copies on {action.stream}, and {target.name} has no rate for its {resource}",
+            f"write {key}_gb_s in a [device] table (docs/howto/choose_a_plan.md), or {key}_rate, bytes per "
+            "second, in the file of bench device",
+            "hardware",
+        )
 
 
 def step_breakdown(

@@ -11,12 +11,13 @@
                             grows with the model            buffers: as large as the largest blocks
 
 Activations, and the gradients of one block between its backward and the PACK after it, are transient;
-`transient_nbytes` is their peak.
+`transient_nbytes` is their peak. What the data decides counts with the most bytes that it can be;
+`expected_peak_nbytes` is the peak if it is what is expected.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
@@ -114,7 +115,7 @@ def transient_nbytes(plan: Plan) -> int:
         for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
-                    allocation.name: allocation.nbytes
+                    allocation.name: allocation.max_nbytes
                     for allocation in action.allocations
                     if allocation.name not in freed
                 }
@@ -132,6 +133,21 @@ def peak_nbytes(plan: Plan, rank: int) -> int:
     names. Scratch memory of single operations and receive buffers are not included.
     """
     return sum(peak_nbytes_by_category(plan, rank).values())
+
+
+def expected_peak_nbytes(plan: Plan, rank: int) -> int:
+    """Returns `peak_nbytes` if sizes that the data decides are as expected, not as large as they can be."""
+
+    def expect(actions: list[Action]) -> list[Action]:
+        return [
+            replace(
+                action,
+                allocations=tuple(replace(each, runtime_size=None) for each in action.allocations),
+            )
+            for action in actions
+        ]
+
+    return peak_nbytes(replace(plan, program=plan.program.edit(expect)), rank)
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
@@ -160,7 +176,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
         for allocation in action.allocations
     }
     persistent = {
-        allocation.name: allocation.nbytes
+        allocation.name: allocation.max_nbytes
         for action in rank_plan.actions
         for allocation in action.allocations
         if allocation.name not in transient_names
@@ -168,7 +184,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     live: dict[str, int] = {}
     for action in rank_plan.actions:
         live |= {
-            allocation.name: allocation.nbytes
+            allocation.name: allocation.max_nbytes
             for allocation in action.allocations
             if allocation.name in transient_names
         }
@@ -286,13 +302,13 @@ def _gradient_and_buffer_nbytes(plan: RankPlan) -> tuple[int, int]:
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     gradients = {
-        allocation.name: allocation.nbytes
+        allocation.name: allocation.max_nbytes
         for action in actions
         for allocation in action.allocations
         if allocation.name in freed
     }
     allocated = {
-        allocation.name: allocation.nbytes
+        allocation.name: allocation.max_nbytes
         for action in actions
         if not _is_transient(action)
         for allocation in action.allocations

@@ -28,6 +28,7 @@ CATEGORY_COLOURS = {
     "packing": "#65a30d",
     "communication": "#f59e0b",
     "exposed communication": "#dc2626",
+    "copies": "#0d9488",
     "waiting": "#dc2626",
     "optimizer": "#8b5cf6",
     "data": "#0891b2",

@@ -14,7 +14,7 @@ from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
 from meshwright.report.terminal.dtype_balance_staleness_notes import (
@@ -131,8 +131,9 @@ def _sent_text(plan: Plan) -> str:
     """The bytes that each rank sends in a step; if ranks differ, the busiest and another."""
     least_nbytes, most_nbytes, apart = 0.0, 0.0, False
     rank, actions = busiest_rank(plan)
-    for move in (move for action in actions for move in action.transfers):
-        least, most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))
+    transfers = [transfer for action in actions for transfer in action.transfers]
+    for move in (message for transfer in transfers for message in transfer.messages):
+        least, most = min_max_sent_nbytes(move, plan.mesh)
         least_nbytes += 0 if move.collective in ONE_SENDER else least
         most_nbytes += 0 if move.collective in ONE_RECEIVER else most
         apart = apart or least != most
@@ -195,6 +196,12 @@ def _row_label(run: list[Action]) -> str:
     return f"{first.kind}{number}{microbatch} {name}".rstrip()
 
 
+def _carrier_text(transfer: Transfer) -> str:
+    """The algorithm of a collective that carries itself; else the collectives that carry it."""
+    messages = dict.fromkeys(f"{message.collective} of {message.dtype}" for message in transfer.messages)
+    return f"as {', '.join(messages)}" if transfer.carried_by else transfer.algorithm
+
+
 def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
@@ -209,11 +216,11 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
         yield (
             f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
             f"{', '.join(move.axes)} "
-            f"({move.algorithm}){within}"
+            f"({_carrier_text(move)}){within}"
         )
     flops = sum(action.flops for action in run)
     allocated = sum(
-        {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
+        {hold.name: hold.max_nbytes for action in run for hold in action.allocations}.values()
     )  # a buffer is allocated once for all of them
     if flops:
         yield format_flops(flops)

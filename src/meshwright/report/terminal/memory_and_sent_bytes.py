@@ -11,7 +11,12 @@ from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.planner.program_cost.rank_memory import StateBytes, peak_nbytes, state_bytes
+from meshwright.planner.program_cost.rank_memory import (
+    StateBytes,
+    expected_peak_nbytes,
+    peak_nbytes,
+    state_bytes,
+)
 from meshwright.report.table import Column, Table
 
 MAX_SHOWN_RANKS = 6  # ranks in a table
@@ -48,7 +53,8 @@ def states_text(plan: Plan) -> str:
 def states_table(plan: Plan) -> Table:
     """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
 
-    The last row includes activations: the most that is held at any moment of a step.
+    The peak includes activations: the most that is held at any moment of a step. If the data decides sizes,
+    it is that of the largest, and the last row is that of the expected ones.
     """
     largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
@@ -62,6 +68,9 @@ def states_table(plan: Plan) -> Table:
     rows = {name: nbytes for name, nbytes in rows.items() if any(nbytes)}
     rows["total"] = [each.total for _, each in shown]
     rows["peak"] = [peak_nbytes(plan, rank) for rank, _ in shown]
+    expected = [expected_peak_nbytes(plan, rank) for rank, _ in shown]
+    if expected != rows["peak"]:
+        rows["expected peak"] = expected
     numel = max(1, plan.model_spec.numel)
     several = len(plan.program.roles) > 1 and len(shown) > 1
     return Table(
@@ -98,10 +107,9 @@ def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
     return {
         role.name: sum(
-            min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
+            min_max_sent_nbytes(move, plan.mesh)[1]
             for action in role.actions
-            if action.stream != "recv"
-            for move in action.transfers
+            for move in action.sent_transfers
         )
         for role in plan.program.roles
     }
@@ -115,11 +123,11 @@ def sent_table(plan: Plan) -> Table | None:
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest_rank(plan)
     for action in actions:
-        for transfer in action.transfers:
+        for transfer in (each for each in action.transfers if each.messages):
             key = action.kind, _transfer_text(transfer)
             messages, nbytes = totals.get(key, (0, 0.0))
-            most = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
-            totals[key] = messages + 1, nbytes + most
+            most = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            totals[key] = messages + len(transfer.messages), nbytes + most
     if not totals:
         return None
     rows = [(*key, messages, nbytes) for key, (messages, nbytes) in totals.items()]

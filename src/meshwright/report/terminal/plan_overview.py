@@ -237,12 +237,12 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     """
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for action in busiest_rank(plan)[1]:
-        for transfer in action.transfers if action.stream != "recv" else ():
+        for transfer in action.sent_transfers:
             axes = ", ".join(in_mesh_order(transfer.axes))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))
-            nbytes = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
-            totals[key] = messages + 1, total + nbytes
+            nbytes = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            totals[key] = messages + len(transfer.messages), total + nbytes
     return dict(sorted(totals.items(), key=lambda each: -each[1][1]))
 
 

@@ -8,10 +8,10 @@ that leave the busiest rank in a step, by the formula of the collective or the r
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
@@ -64,8 +64,8 @@ def planned_memory(
         for kind, nbytes in (sizes.pop(name) for name in again):
             now[kind] -= nbytes
         for hold in action.allocations:
-            sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
-            now[sizes[hold.name][0]] += hold.nbytes
+            sizes[hold.name] = (memory_category(hold.name), hold.max_nbytes)
+            now[sizes[hold.name][0]] += hold.max_nbytes
         most |= now
         peak = Counter(now) if now.total() > peak.total() else peak
         for name in (name for name in action.frees if name not in again):
@@ -97,7 +97,7 @@ def sent_by_action(record: RunRecord) -> list[ActionBytes]:
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role in record.program.roles if record.program else ():
-        for action in (action for action in role.actions if action.transfers and action.stream != "recv"):
+        for action in (action for action in role.actions if action.sent_transfers):
             label = f"{action.kind}({action.subject})" if action.stream == "send" else action.name
             listed.setdefault(label, {}).setdefault(role.name, []).append(action)
     ledgers = [rank for rank in record.rank_accounts.values() if rank.get("steps")]
@@ -133,11 +133,7 @@ def _sent_nbytes(action: Action, record: RunRecord) -> float | None:
     sizes = record.run_info.get("axis_sizes", {})
     if not all(set(move.axes) <= set(sizes) for move in action.transfers):
         return None
-    ranks = (
-        move.num_neighbours or len(move.member_indices) or prod(sizes[axis] for axis in move.axes)
-        for move in action.transfers
-    )
-    return sum(min_max_sent_nbytes(move, size)[1] for move, size in zip(action.transfers, ranks, strict=True))
+    return sum(min_max_sent_nbytes(move, Mesh(**sizes))[1] for move in action.transfers)
 
 
 def _transfers_text(action: Action) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from meshwright.plan.hardware.streams import STREAMS, timeline_row_name
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 from meshwright.report.timeline.run_folder_reader import RunRecord
@@ -191,15 +192,14 @@ def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) ->
     for event in events:
         if event["args"]["step"] != step or event["cat"] == "step":
             continue
-        stream = ("run", "compute", "comm")[min(event["tid"], 2)]
-        more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
+        row = timeline_row_name(event["tid"])
         details = "; ".join(
             f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
         )
-        category = CATEGORY_OF_KIND.get(event["cat"], "communication" if stream == "comm" else "other")
+        category = CATEGORY_OF_KIND.get(event["cat"]) or _row_category(row)
         bars.append(
             TimelineBar(
-                f"rank {rank} {stream}{more}",
+                f"rank {rank} {row}",
                 event["name"],
                 category,
                 event["ts"] / 1e3,
@@ -208,6 +208,10 @@ def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) ->
             )
         )
     return bars
+
+
+def _row_category(row: str) -> str:
+    return next((stream.category for name, stream in STREAMS.items() if name == row.split()[0]), "other")
 
 
 def _planned_bars(program: Program, known: Mapping[str, float]) -> list[TimelineBar]:
@@ -226,9 +230,7 @@ def _planned_bars(program: Program, known: Mapping[str, float]) -> list[Timeline
         TimelineBar(
             f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            CATEGORY_OF_KIND.get(
-                tick.action.kind, "communication" if tick.action.stream == "comm" else "other"
-            ),
+            CATEGORY_OF_KIND.get(tick.action.kind, STREAMS[tick.action.stream].category),
             tick.start,
             tick.end - tick.start,
             _action_details(tick.action),

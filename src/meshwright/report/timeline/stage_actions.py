@@ -177,7 +177,7 @@ def _send_times(role: Role, sent: Mapping[str, float]) -> dict[str, float]:
         for wait in action.waits:
             if qualified_name(role.name, wait) == wait:
                 yield wait
-            elif wait in known and known[wait].stream != "compute":
+            elif wait in known and known[wait].starts_work:
                 yield from sources(known[wait])
 
     found = {}
@@ -194,7 +194,7 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     found, now = {}, dict[str, int]()
     for action in actions:
         now |= {
-            hold.name: hold.nbytes
+            hold.name: hold.max_nbytes
             for hold in action.allocations
             if memory_category(hold.name) == "activations"
         }

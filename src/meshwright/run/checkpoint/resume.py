@@ -264,10 +264,11 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
     """
     moves = [move for action in plan.for_rank(0).actions for move in action.transfers]
     sums = {
-        (move.axes, among)
+        (message.axes, among)
         for move in moves
-        if move.collective in REDUCING and move.algorithm == BACKEND
-        for among in move.member_groups(plan.mesh)
+        for message in move.messages
+        if message.collective in REDUCING and message.algorithm == BACKEND
+        for among in message.member_groups(plan.mesh)
     }
     groups = {" x ".join((*axes, *map(str, among))): world.group(axes, among) for axes, among in sorted(sums)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}

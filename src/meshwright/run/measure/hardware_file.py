@@ -16,11 +16,15 @@
         per_host = 8                     devices on a host
         units = 100                      multiprocessors, compute units, or cores
         watts = 600                      the most power that a device takes
+        host_link_gb_s = 63              1e9 bytes per second between it and its host's memory, one way
+        disk_gb_s = 3                    1e9 bytes per second of its host's disks, for each device
+        host_memory_gb_s = 40            1e9 bytes per second of its host's memory, for each device
 
         [rates]                          the fractions of these peaks that it reaches, where you know them
 
-Without `like` and `measured` all keys up to per_host are needed; `units` has a usual default, and
-without `watts` no energy is shown. All diagnostics of a file are reported at once.
+Without `like` and `measured` all keys up to per_host are needed; `units` has a usual default, without `watts`
+no energy is shown, and a plan that copies to the host or to disks needs the rates of what it uses. All
+diagnostics of a file are reported at once.
 """
 
 import re
@@ -81,14 +85,20 @@ MAX_VALUES = {  # larger values are in another unit
     "per_host": (1e6, "the devices of one host: 8"),
     "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
     "watts": (1e5, "watts: 700 for an H100"),
+    "host_link_gb_s": (1e4, "1e9 bytes per second: 63 for an H100"),
+    "disk_gb_s": (1e4, "1e9 bytes per second: 3 for a fast disk"),
+    "host_memory_gb_s": (1e5, "1e9 bytes per second: 40 for each of 8 devices"),
 }
-UNIT_SCALES = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
 DEVICE_FIELDS = {
     "memory_gb": "memory",
     "memory_gb_s": "memory_rate",
     "link_gb_s": "link_rate",
     "nic_gb_s": "nic_rate",
+    "host_link_gb_s": "host_link_rate",
+    "disk_gb_s": "disk_rate",
+    "host_memory_gb_s": "host_memory_rate",
 }
+UNIT_SCALES = {**dict.fromkeys(DEVICE_FIELDS, 1e9), "memory_gb": 2**30}
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,9 @@ class DeviceTable:
     per_host: int = 0
     units: int = 0
     watts: float = 0.0
+    host_link_gb_s: float = 0.0
+    disk_gb_s: float = 0.0
+    host_memory_gb_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -273,7 +286,10 @@ def _empty_device_spec() -> DeviceSpec:
 def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     table = file.device
     if not table.like and not table.measured:
-        optional = ("like", "measured", "units", "watts")
+        optional = (
+            *("like", "measured", "units", "watts"),
+            *("host_link_gb_s", "disk_gb_s", "host_memory_gb_s"),
+        )
         lacking = [each.name for each in fields(DeviceTable) if each.name not in optional]
         for key in lacking:
             if not vars(table)[key] and (key not in keys or key in ("name", "tflops")):

@@ -6,6 +6,7 @@ device.toml is written by `meshwright bench device` for people, and read by the 
     format, version                                                 of the file: plan/job/file_format.py
     date, kind, device, torch, threads, ranks, memory               what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
+    host_link_rate, disk_rate, host_memory_rate                     bytes/s, where somebody wrote them
     matmuls, attention, memory_ops, elementwise_ops, straggler_samples    the measurements:
                                                                     planner/machine/device_profile.py
 """
@@ -122,7 +123,7 @@ def write_profile(profile: DeviceProfile, path: Path) -> DeviceProfile:
 
 def _lines(profile: DeviceProfile) -> Iterator[str]:
     for key, value in (DEVICE_PROFILE.header | vars(profile)).items():
-        if key not in TABLE_COMMENTS and not key.startswith("_"):
+        if key not in TABLE_COMMENTS and not key.startswith("_") and value != 0:
             yield f"{key} = {_toml_value(value)}"
     for key, comment in TABLE_COMMENTS.items():
         yield f"\n# {comment}\n{key} = ["

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
+from meshwright.plan.hardware.streams import RUN_ROW, STREAMS, timeline_row, timeline_row_name
 from meshwright.plan.job.file_format import TRACE
 from meshwright.run.telemetry.atomic_write import replace_file
 
@@ -59,7 +60,6 @@ PART_OF_KIND = {
     "LOAD_LATEST": "optimizer",
     "STEP": "optimizer",
 }
-RUN_ROW, COMPUTE_ROW, COMM_ROW = 0, 1, 2  # further rows of communication follow
 
 logger = logging.getLogger(__name__)
 
@@ -132,13 +132,12 @@ class StepTracer:
         self._recorded = {}
 
     def _names(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        names = {RUN_ROW: "run", COMPUTE_ROW: "compute", COMM_ROW: "comm"}
         rows = sorted({event["tid"] for event in events})
         metadata = [
             {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
         ]
         for row in rows:
-            name = names.get(row, f"comm ({row - COMM_ROW + 1})")
+            name = timeline_row_name(row)
             metadata.append(
                 {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
             )
@@ -165,13 +164,14 @@ class StepTracer:
             )
             for phase in phases
         ]
-        ends: list[float] = []  # per row of communication, when it is free again
+        ends: dict[int, list[float]] = defaultdict(list)  # by first row of a stream: when each is free again
         for span in sorted(spans, key=lambda span: span.begin):
-            row = COMPUTE_ROW
-            if span.stream != "compute":
-                free = next((i for i, end in enumerate(ends) if end <= span.begin), len(ends))
-                ends[free : free + 1] = [span.end]
-                row = COMM_ROW + free
+            row = timeline_row(span.stream)
+            if STREAMS[span.stream].starts_work:
+                busy = ends[row]
+                free = next((i for i, end in enumerate(busy) if end <= span.begin), len(busy))
+                busy[free : free + 1] = [span.end]
+                row += free
             events.append(self._event(span.name, span.kind, row, span, {"step": step, **_event_args(span)}))
         return events
 

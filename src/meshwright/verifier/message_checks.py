@@ -1,0 +1,66 @@
+"""Checks that the messages of a transfer can carry what it means.
+
+    transfer          at its end each rank has       so its last message is
+    all_reduce        the whole sum                  all_reduce, all_gather or broadcast
+    reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter
+    all_gather        all slices                     all_gather or broadcast
+
+A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
+
+What is summed, and how it is coded, is not visible in a program: that is for parity. A stream that copies
+within a rank takes transfers without messages, and no other stream does.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+
+from meshwright.plan.hardware.streams import STREAMS
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.program import Action, Transfer
+
+LAST_MESSAGES = MappingProxyType(
+    {
+        "all_reduce": ("all_reduce", "all_gather", "broadcast"),
+        "reduce_scatter": ("reduce_scatter", "all_to_all", "scatter"),
+        "all_gather": ("all_gather", "broadcast"),
+    }
+)
+
+
+def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields what is wrong with the messages of transfers that other collectives carry."""
+    for action in actions:
+        for transfer in action.transfers:
+            if transfer.carried_by:
+                yield from (f"{action.name} {problem}" for problem in _problems(mesh, transfer))
+
+
+def check_streams(actions: Sequence[Action]) -> Iterator[str]:
+    """Yields actions whose transfer does not belong on their stream."""
+    for action in actions:
+        copies, transfer = STREAMS[action.stream].copies, action.transfer
+        if transfer is None or copies != bool(transfer.messages):
+            continue
+        if copies:
+            yield f"{action.name} is on {action.stream}, which cannot carry its {transfer.collective}"
+        else:
+            yield f"{action.name} copies within its rank, and is on {action.stream}"
+
+
+def _problems(mesh: Mesh, transfer: Transfer) -> Iterator[str]:
+    meaning = f"means {transfer.collective} over {', '.join(transfer.axes)}"
+    messages = transfer.messages
+    covered = {axis for message in messages for axis in message.axes if mesh.size(axis) > 1}
+    stated = {axis for axis in transfer.axes if mesh.size(axis) > 1}
+    if covered - stated:
+        yield f"{meaning}, and its messages go over {', '.join(sorted(covered - stated))} too"
+    if stated - covered:
+        yield f"{meaning}, and no message goes over {', '.join(sorted(stated - covered))}"
+    allowed = LAST_MESSAGES.get(transfer.collective, (transfer.collective,))
+    if messages[-1].collective not in allowed:
+        yield f"{meaning}, and its last message is {messages[-1].collective}, not {' or '.join(allowed)}"
+    for message in messages:
+        width = {**FLOAT_NBYTES, **INTEGER_NBYTES}.get(message.dtype, 1)
+        if message.nbytes % width:
+            yield f"{meaning}, and {message.nbytes} bytes are no whole number of {message.dtype}"

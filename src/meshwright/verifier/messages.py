@@ -1,0 +1,124 @@
+"""The messages of a rank in one step: those that the program states, and those that the rank issued.
+
+Both have one form, so that they are compared by value. What a transfer means says nothing about how it is
+carried: its `messages` do, with kind, group, bytes and dtype.
+
+    stated     Transfer.messages, in the order of the program
+    issued     the entries of the ledger
+
+The size of a message that the data decides (`RuntimeSize`) is a law: bytes = rows x bytes of a row, where the
+rows are those that the rank counted in that step and recorded in its ledger before it sent them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.comm.collectives.ledger import LedgerEntry
+from meshwright.plan.plan import RankPlan
+from meshwright.plan.sharding.mesh import in_mesh_order
+from meshwright.plan.step.program import Action, RuntimeSize, Transfer
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
+
+
+class Message(NamedTuple):
+    """One collective: action, kind, axes, number of ranks, the operand's bytes and dtype, algorithm."""
+
+    action: str
+    collective: str
+    axes: tuple[str, ...]
+    num_ranks: int
+    nbytes: int
+    dtype: str
+    algorithm: str
+
+    def __str__(self) -> str:
+        over = f"over {', '.join(self.axes)} ({self.num_ranks} ranks, {self.algorithm})"
+        return f"{self.collective} of {self.nbytes:,} bytes {self.dtype} {over}"
+
+
+def planned_messages(
+    plan: RankPlan, microbatch_plans: Sequence[RankPlan] = (), counts: Mapping[str, int] | None = None
+) -> list[Message]:
+    """Returns what each rank puts into collectives in one step, in the order of the program.
+
+    `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
+    those of `plan`. `counts` are the rows that the rank counted in the step; None: as many as expected.
+    """
+    actions_by_plan = {
+        id(each): {action.name: action for action in each.actions} for each in microbatch_plans
+    }
+    actions = [
+        _resize(action, actions_by_plan[id(microbatch_plans[action.microbatch])])
+        if microbatch_plans and action.microbatch is not None
+        else action
+        for action in plan.actions
+    ]
+    return [
+        Message(
+            action.name,
+            message.collective,
+            in_mesh_order(message.axes),
+            message.num_ranks(plan.mesh),
+            _nbytes(message, counts),
+            message.dtype,
+            message.algorithm,
+        )
+        for action in actions
+        for transfer in action.transfers
+        for message in transfer.messages
+    ]
+
+
+def issued_messages(entries: Iterable[LedgerEntry]) -> list[Message]:
+    """Returns what a rank put into collectives, in the order in which it issued them."""
+    return [
+        Message(
+            entry.action,
+            entry.collective,
+            tuple(entry.axes),
+            entry.group_size,
+            entry.nbytes,
+            entry.dtype,
+            entry.algorithm,
+        )
+        for entry in entries
+    ]
+
+
+def count_problems(plan: RankPlan, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yields the action and the problem for each count that is missing in `counts`, or exceeds its plan."""
+    for action in plan.actions:
+        for size in dict.fromkeys(_runtime_sizes(action)):
+            if size.count not in counts:
+                yield action.name, f"{action.name} depends on '{size.count}', and no such count was recorded"
+            elif counts[size.count] > size.max_rows:
+                rows = f"{counts[size.count]} rows of '{size.count}' were counted"
+                yield action.name, f"{rows}, and {action.name} has memory for {size.max_rows}"
+
+
+def _runtime_sizes(action: Action) -> Iterator[RuntimeSize]:
+    messages = [message for transfer in action.transfers for message in transfer.messages]
+    for each in (*messages, *action.allocations):
+        if each.runtime_size is not None:
+            yield each.runtime_size
+
+
+def _nbytes(message: Transfer, counts: Mapping[str, int] | None) -> int:
+    size = message.runtime_size
+    if size is None or counts is None:
+        return message.nbytes
+    return counts.get(size.count, 0) * size.row_nbytes
+
+
+def _resize(action: Action, others: Mapping[str, Action]) -> Action:
+    """Returns `action` with the sizes of `others`, by name.
+
+    A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as
+    much.
+    """
+    for kind in (action.kind, *(FORWARD_KINDS if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else ())):
+        name = replace(action, kind=kind).name
+        if name in others:
+            return replace(others[name], kind=action.kind)
+    return action
