@@ -23,6 +23,7 @@ import tomli_w
 from meshwright import cli
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.launch import local_launcher as launch_module
+from meshwright.run.telemetry.metrics_log import read_metrics
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ENV |= {
@@ -259,7 +260,7 @@ def metrics(run: Path) -> dict[int, tuple[float, float, int, float]]:
     """Loss, gradient norm, tokens and learning rate of each step in the journal of a run; the last line of a
     step counts.
     """
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"], line["lr"]) for line in lines}
 
 

@@ -2,7 +2,6 @@
 reported.
 """
 
-import json
 import signal
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from meshwright.run.telemetry.metrics_log import read_metrics
 from tests.command_line import Command, become_the_only_rank, checkpoint, forget_ranks, invoke, lay_out
 
 STEPS, EVERY = 40, 10
@@ -36,7 +36,7 @@ def config_of(folder: Path, run: Path, course: dict, steps: int) -> Path:
 
 def metrics_of(run: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm by step."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "kind" not in line}
 
 

@@ -2,11 +2,11 @@
 refusals.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 
+from meshwright.run.telemetry.metrics_log import read_metrics
 from tests.command_line import invoke, lay_out, steps_kept
 
 SPIKY = '''
@@ -46,8 +46,8 @@ def config(tmp_path: Path) -> Path:
 
 
 def lines(config: Path, kind: str) -> list[dict]:
-    texts = (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, texts) if line.get("kind", "") == kind]
+    found = read_metrics(config.parent / "run" / "metrics.jsonl")
+    return [line for line in found if line.get("kind", "") == kind]
 
 
 def test_evaluations_are_shown_and_the_best_checkpoint_is_named(config, forks):

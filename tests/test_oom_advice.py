@@ -9,7 +9,7 @@ import torch
 from meshwright import api, oom_advice
 from meshwright.api import make_plan, parallelize, verify
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.oom_advice import (
     MemoryUsage,
@@ -223,10 +223,10 @@ def test_another_error_is_left_as_it_is():
 def test_in_a_users_own_loop_the_message_is_the_same_and_told_once(monkeypatch: pytest.MonkeyPatch, act: str):
     plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=1)))
 
-    def failing(executor: Executor, given: object, **rest: object) -> None:
+    def failing(executor: StepExecutor, given: object, **rest: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Executor, act, failing)
+    monkeypatch.setattr(StepExecutor, act, failing)
     told_twice = r"rank 2 ran out of memory(?s:.*)rank 2 ran"
     with (
         parallelize(ANALYZED, plan, world=FakeWorld(plan.mesh, 2)) as engine,

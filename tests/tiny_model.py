@@ -13,7 +13,7 @@ from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -24,6 +24,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.plan.strategy_state import StateSpec
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
@@ -157,11 +158,16 @@ def edited(plan: Plan, change: Callable[[list[Action]], list[Action]]) -> Plan:
     return replace(plan, program=plan.program.edit(change))
 
 
-def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> Executor:
+def tensors_of(specs: Iterable[StateSpec]) -> dict[str, torch.Tensor]:
+    """The tensors of a technique before the first step, by key."""
+    return {spec.key: torch.full(spec.shape, spec.fill, dtype=getattr(torch, spec.dtype)) for spec in specs}
+
+
+def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> StepExecutor:
     """One rank of `plan`, in the dtype of its parameters."""
     subject = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
-    return Executor(
-        plan,
+    return StepExecutor(
+        plan.for_rank(world.rank),
         RankState(subject, world, token_cross_entropy()),
         stateless_rng=make_stateless_rng(analyzed, plan),
         **more,

@@ -41,7 +41,7 @@ from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.choose_size_rule import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_alpha_beta, fit_network, group_into_series
 from meshwright.comm.world import init_world
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming, Cluster, FitError
 from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -128,7 +128,6 @@ def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
     return Cluster(
-        VERSION,
         "",
         "",
         torch.__version__,
@@ -227,7 +226,6 @@ def markdown_table(path: Path) -> str:
         for name, ranks, nbytes, took, *_ in stored["detail"]["measured"]
     ]
     cluster = Cluster(
-        VERSION,
         "",
         "",
         "",

@@ -35,6 +35,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import FIRST_ROLE
@@ -190,7 +191,7 @@ class AttentionRank:
     def __init__(self, world: World, strategy: Strategy, call: Call) -> None:
         sharding_plan = strategy.place(call.sharding_plan(world.mesh))
         self.plan: Any = SimpleNamespace(
-            sharding=sharding_plan.at_coordinate(world.mesh.coordinate(world.rank))
+            sharding=sharding_plan, view=RankView(sharding_plan, world.mesh.coordinate(world.rank))
         )
         self._world, self._call = world, call
         state: Any = SimpleNamespace(world=world, current_action="")
@@ -268,12 +269,12 @@ class AttentionRank:
 
 def planned_transfers(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfer]]:
     """Returns the transfers of a rank in a forward, F, and in a backward, B, by the program of `strategy`."""
-    sharding_plan = strategy.place(call.sharding_plan(mesh)).at_coordinate(mesh.coordinate(0))
+    view = RankView(strategy.place(call.sharding_plan(mesh)), mesh.coordinate(0))
     dtype: Any = str(call.query.dtype).removeprefix("torch.")
     train, precision = TrainConfig(batch=call.query.shape[0]), PrecisionConfig(dtype, dtype)
     job = Job(ModelConfig("attention"), DataConfig("random"), train, precision=precision)
     program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK, 0), Action("B", BLOCK, 0)]})
     return {
         action.kind: list(action.inner_transfers)
-        for action in strategy.rewrite(program, sharding_plan, job).actions(FIRST_ROLE)
+        for action in strategy.rewrite(program, view, job).actions(FIRST_ROLE)
     }

@@ -12,7 +12,7 @@ from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -121,12 +121,12 @@ def make_executor(
     plan: Plan,
     world: World,
     extra: Mapping[str, Callable[[Action, RankState], None]] | None = None,
-) -> Executor:
+) -> StepExecutor:
     """Returns the executor of one rank of `plan`, which is made from `case.plan()`."""
     analyzed = analyzed_model(case.model, tied=case.tied)
     module = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
-    return Executor(
-        plan,
+    return StepExecutor(
+        plan.for_rank(world.rank),
         RankState(module, world, token_cross_entropy()),
         stateless_rng=make_stateless_rng(analyzed, plan),
         extra_handlers=extra,

@@ -132,7 +132,7 @@ def expected(case: Case) -> dict[str, Fraction]:
 def planned(plan: Plan) -> dict[str, Fraction]:
     """Returns the bytes that each rank sends in a step, by the program."""
     found: dict[str, Fraction] = {}
-    for action in plan.actions:
+    for action in plan.for_rank(0).actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "other")
             nbytes = Fraction(

@@ -44,7 +44,7 @@ from meshwright.comm.collectives.group import Work
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
 from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, ProfilerSpan, StepProfiler
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
@@ -164,7 +164,7 @@ def _step(engine: Trainer, batches: Batches, opened: ExitStack, serial: bool) ->
     return simulated_s(engine.plan.program, profiler.spans())
 
 
-def make_serial(executor: Executor) -> None:
+def make_serial(executor: StepExecutor) -> None:
     """Makes every action of the comm stream end before the next action begins."""
     works = executor.state.works
     executor._entries = [  # only this benchmark wants it, so there is no option

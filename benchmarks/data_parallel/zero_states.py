@@ -176,7 +176,7 @@ def measure_live_bytes(world: World, case: Case) -> tuple[int, int]:
 def block_buffer(plan: Plan) -> int:
     """Returns the bytes of the largest unsharded block."""
     return (
-        max(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
+        max(flat_param.numel for flat_param in plan.rank_view(0).flat_param_specs.values())
         * FLOAT_NBYTES[plan.job.precision.parameters]
     )
 
@@ -213,7 +213,7 @@ def compare_live_bytes(pool: ProcessPool, cases: Sequence[Case]) -> Iterator[dic
 
 def _receive_nbytes(plan: Plan) -> int:
     """Returns the bytes of the receive buffers of gloo reduce-scatters."""
-    largest = max(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
+    largest = max(flat_param.numel for flat_param in plan.rank_view(0).flat_param_specs.values())
     return NUM_RECEIVE_BUFFERS * largest * FLOAT_NBYTES[plan.job.precision.reduce]
 
 

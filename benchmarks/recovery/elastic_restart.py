@@ -10,7 +10,6 @@ gradient norm and learning rate in the journal equals that of an undisturbed run
 plain script when torchrun ends with 0. The count of the plain script is shown and decides nothing.
 """
 
-import json
 import os
 import random
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness.result import ROOT, Result
+from meshwright.run.telemetry.metrics_log import read_metrics
 
 TRIALS, RANKS, STEPS, RESTARTS = 8, 2, 150, 3
 LIMIT_S = 240.0
@@ -151,7 +151,7 @@ def _trial(number: int, argv: Sequence[str], journal: Path) -> Trial:
             time.sleep(0.005)
         began = time.monotonic()
         while job.poll() is None and not (
-            time.monotonic() - began > delay if early else _lines(journal) >= step
+            time.monotonic() - began > delay if early else _steps(journal) >= step
         ):
             time.sleep(0.005)
         for child in targets:
@@ -191,13 +191,14 @@ def _rank_of(process: psutil.Process) -> int | None:
         return None
 
 
-def _lines(path: Path) -> int:
-    return path.read_text().count("\n") if path.exists() else 0
+def _steps(path: Path) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum("header" not in line for line in lines)
 
 
 def _metrics(run: Path) -> dict[int, tuple[object, ...]]:
     """Returns the metrics of each step; of a step that ran again, the last."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(run / "metrics.jsonl")
     return {line["step"]: tuple(line[key] for key in ("loss", "grad_norm", "lr", "tokens")) for line in lines}
 
 

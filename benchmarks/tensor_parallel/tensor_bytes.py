@@ -47,7 +47,7 @@ def formula_key(action: str, case: Case) -> str | None:
 def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     """Returns the bytes that each rank sends in a step for the layer, by the program."""
     found = dict.fromkeys(case.formulas, Fraction(0))
-    for action in plan.actions:
+    for action in plan.for_rank(0).actions:
         key = formula_key(action.name, case)
         for transfer in action.transfers if key in found else ():
             sent = min_max_sent_nbytes(transfer, plan.mesh.group_size(transfer.axes))[1]

@@ -136,7 +136,7 @@ def measure_rank(world: World, case: Case, folder: str) -> Measurement:
 
 def largest_shard_nbytes(plan: Plan, rank: int) -> int:
     """Returns the bytes of the largest weight shard of `rank`."""
-    return max(sharding.param.numel for sharding in plan.for_rank(rank).sharding.param_shardings) * 4
+    return max(sharding.param.numel for sharding in plan.for_rank(rank).view.param_shardings) * 4
 
 
 def compare_to_plan(case: Case, measured: Sequence[Measurement]) -> list[dict[str, object]]:

@@ -26,7 +26,7 @@ from meshwright.engine.runtime.build_module import make_stateless_rng, make_trai
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.engine.runtime.mixed_precision import check_dtype_support
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
 from meshwright.model.analysis.find_model_loss import find_model_loss
@@ -231,8 +231,8 @@ def parallelize(
         module = make_trained_module(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan
         )
-        oom_advisor.executor = Executor(
-            plan,
+        oom_advisor.executor = StepExecutor(
+            plan.for_rank(world.rank),
             RankState(module, world, loss),
             _as_optimizer_maker(optimizer, model),
             make_stateless_rng(analyzed, plan),

@@ -21,7 +21,7 @@ from typing import Self
 import psutil
 import torch
 
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.context.context_parallel_strategy import CP_AXIS
@@ -34,7 +34,6 @@ from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
@@ -106,13 +105,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     """Returns the planned memory of `rank` of `plan` by category, at its peak."""
-    states, mine = state_bytes(plan, rank), Program.from_dict({"": plan.for_rank(rank).actions})
+    states = state_bytes(plan, rank)
     fullest, _ = planned_memory(
-        mine,
+        plan.for_rank(rank).actions,
         {
             "parameters": states.parameters,
             "master": states.master,
             "optimizer_states": states.optimizer_states,
+            "strategy_states": states.strategy_states,
         },
     )
     return fullest
@@ -167,7 +167,7 @@ class OOMAdvisor:
     def __init__(self, analyzed: AnalyzedModel, plan: Plan, rank: int, device: torch.device) -> None:
         self._analyzed, self._plan, self._rank, self._device = analyzed, plan, rank, device
         self._before = process_nbytes(device)
-        self.executor: Executor | None = None
+        self.executor: StepExecutor | None = None
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -55,6 +57,11 @@ from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer, tokenizer_notes
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
+
+DatasetT = TypeVar("DatasetT", bound="Dataset | None")
+NEITHER_FOUND_NOR_REFUSED = (
+    "a model and data were neither found nor refused; this is a bug: report the config file"
+)
 
 
 @dataclass(frozen=True)
@@ -127,52 +134,148 @@ def resolve_request(
     Without `needs_data`, a request that names no data is planned with a sample of zeros. Raises PlanError
     with the diagnostics of job, mesh, model, data, strategies and plan together.
     """
-    job, cache = request.job, token_cache_folder(request.run)
-    diagnostics = [
-        *job.diagnostics(needs_data=needs_data),
+    diagnostics = _request_diagnostics(request, needs_data=needs_data)
+    world_size = world if world is not None or -1 in request.mesh.values() else None
+    mesh = collect_diagnostics(diagnostics, Mesh.infer, request.mesh, world_size)
+    opened = open_request(request, diagnostics, needs_data=needs_data)
+    resolved = None
+    try:
+        if mesh is not None and opened is not None:
+            resolved = plan_request(request, mesh, opened)
+    except PlanError as error:
+        if not diagnostics:
+            raise  # as it is: its cause may be an error in the user's own file
+        diagnostics += error.diagnostics
+    raise_diagnostics(dict.fromkeys(diagnostics))
+    if resolved is None:
+        raise RuntimeError(NEITHER_FOUND_NOR_REFUSED)
+    return resolved
+
+
+def _request_diagnostics(request: PlanRequest, *, needs_data: bool) -> list[Diagnostic]:
+    return [
+        *request.job.diagnostics(needs_data=needs_data),
         *request.run.diagnostics(),
         *request.strategy_diagnostics,
     ]
-    world_size = world if world is not None or -1 in request.mesh.values() else None
-    mesh = collect_diagnostics(diagnostics, Mesh.infer, request.mesh, world_size)
-    loaded = kept = resolved = None
+
+
+@dataclass(frozen=True)
+class OpenedRequest:
+    """The model and the data of a request, which are the same for every mesh and all strategies.
+
+    `job` is that of the request with a commit of the hub and a tokenizer. If the data cannot be read, or the
+    request `has_data` not, one sample stands for them. The model is analyzed once, when it is first asked
+    for.
+    """
+
+    job: Job
+    loaded: LoadedModel
+    dataset: Dataset
+    eval_dataset: Dataset | None
+    has_data: bool
+
+    @cached_property
+    def example(self) -> Mapping[str, torch.Tensor]:
+        """A batch as the data give it."""
+        return self.loaded.example or self.dataset.batch([0])
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The loss of the run. Raises PlanError if no sample has a token that counts."""
+        loss = choose_loss(self.loaded, self.example, self.job.data)
+        data = self.dataset
+        if isinstance(data, ExampleDataset):
+            batch = loss.prepare(data.batch(range(len(data))))
+            if not loss.count_weight_and_tokens(batch)[0]:
+                raise empty_loss_error(f"of the {len(data)} samples of the example batch")
+        return loss
+
+    @cached_property
+    def analyzed(self) -> AnalyzedModel:
+        """The analysis of the model with its loss."""
+        return read_model(self.loaded, self.loss.prepare(self.example), self.loss)
+
+    def prepared(self, data: DatasetT) -> DatasetT | ExampleDataset:
+        """Returns `data` as the model and the loss read it."""
+        if not isinstance(data, ExampleDataset):
+            return data
+        return ExampleDataset(self.loss.prepare(data.batch(range(len(data)))))
+
+
+def open_valid_request(request: PlanRequest, *, needs_data: bool = True) -> OpenedRequest:
+    """Returns the model and the data of `request`. Raises PlanError with every diagnostic of both and of the
+    job.
+    """
+    diagnostics = _request_diagnostics(request, needs_data=needs_data)
+    opened = open_request(request, diagnostics, needs_data=needs_data)
+    raise_diagnostics(dict.fromkeys(diagnostics))
+    if opened is None:
+        raise RuntimeError(NEITHER_FOUND_NOR_REFUSED)
+    return opened
+
+
+def open_request(
+    request: PlanRequest, diagnostics: list[Diagnostic], *, needs_data: bool
+) -> OpenedRequest | None:
+    """Returns the model and the data of `request`, and appends to `diagnostics` what is wrong with them.
+
+    Returns None without a model, and if no samples can stand for data that cannot be read.
+    """
+    job, cache = request.job, token_cache_folder(request.run)
+    has_data, loaded, eval_dataset = needs_data or job.data.is_named, None, None
     try:
         if not list(job.model.diagnostics()):
             job = replace(job, model=pin_revision(job.model))
             loaded = load_model(job.model, job.train.seed)
     except PlanError as error:
         if not diagnostics:
-            raise  # as it is: its cause may be an error in the user's own file
+            raise
         diagnostics += error.diagnostics
-    is_absent = not needs_data and not job.data.is_named
-    if is_absent:
-        data = None if loaded is None else ExampleDataset(_stand_in_sample(loaded, job.data))
-    else:
+    data = None
+    if has_data:
         trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
         job = trained or job
         readable = loaded if trained else None
         data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
-    if loaded is not None and data is not None and not is_absent:
-        kept, more = _eval_dataset(job, data, loaded.example, cache)
+    if loaded is None:
+        return None
+    if data is not None:
+        eval_dataset, more = _eval_dataset(job, data, loaded.example, cache)
         diagnostics += more
-    try:
-        if mesh is not None and loaded is not None:
-            resolved = _plan_request(replace(request, job=job), mesh, loaded, data)
-    except PlanError as error:
-        if not diagnostics:
-            raise
-        diagnostics += error.diagnostics
-    raise_diagnostics(dict.fromkeys(diagnostics))
-    if resolved is None:
-        raise RuntimeError(
-            "a model and data were neither found nor refused; this is a bug: report the config file"
-        )
-    if is_absent and loaded is not None and loaded.example is None:  # a text will come, not an example batch
-        plan = resolved.plan
-        resolved = replace(resolved, plan=replace(plan, job=replace(plan.job, data=job.data)))
-    if isinstance(kept, ExampleDataset):
-        kept = _prepare_samples(kept, resolved.loss)
-    return replace(resolved, eval_dataset=kept, has_data=not is_absent)
+    elif loaded.example is None and job.data.source == EXAMPLE_SOURCE:
+        return None
+    else:  # the mesh and the strategies are checked with a sample that stands for the data
+        data = ExampleDataset(_stand_in_sample(loaded, job.data))
+    return OpenedRequest(job, loaded, data, eval_dataset, has_data)
+
+
+def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> ResolvedRun:
+    """Returns the run of `request` on `mesh`. Raises PlanError with every diagnostic of the plan."""
+    job, analyzed = opened.job, opened.analyzed
+    if list(job.precision.diagnostics()):  # they are reported; other dtypes stand for what cannot be tried
+        job = replace(job, precision=PrecisionConfig())
+    given = request.strategies
+    strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
+    strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
+    if given is None and mesh.tp > 1:
+        notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
+    notes = [*notes, *job.precision.notes(), *tokenizer_notes(job)]
+    plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
+    notes = [*notes, *uneven_split_notes(plan.sharding)]
+    raise_diagnostics(whole_batch_diagnostics(opened.loss) if job.evaluate.is_enabled else ())
+    if not opened.has_data and opened.loaded.example is None:  # a text will come, not an example batch
+        plan = replace(plan, job=replace(plan.job, data=job.data))
+    return ResolvedRun(
+        plan,
+        analyzed,
+        opened.prepared(opened.dataset),
+        opened.loss,
+        eval_dataset=opened.prepared(opened.eval_dataset),
+        callbacks=factory_callbacks(opened.loaded.callbacks),
+        notes=tuple(notes),
+        has_data=opened.has_data,
+    )
 
 
 def _short_name(tokenizer: str) -> str:
@@ -206,44 +309,6 @@ def _open_data(
     return open_dataset(
         source, loaded.example, cache, lambda tokenizer: _text_diagnostics(module, source, tokenizer)
     )
-
-
-def _plan_request(
-    request: PlanRequest, mesh: Mesh, loaded: LoadedModel, data: Dataset | None
-) -> ResolvedRun | None:
-    """Returns the resolved request; None without `data`, when the plan is made only to check the mesh and
-    the strategies.
-    """
-    job = request.job
-    if list(job.precision.diagnostics()):  # they are reported; other dtypes stand for what cannot be tried
-        job = replace(job, precision=PrecisionConfig())
-    if data is None and loaded.example is None and job.data.source == EXAMPLE_SOURCE:
-        return None
-    example = _stand_in_sample(loaded, job.data) if data is None else loaded.example or data.batch([0])
-    loss = choose_loss(loaded, example, job.data)
-    if isinstance(data, ExampleDataset):
-        data = _prepare_samples(data, loss)
-        if not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
-            raise empty_loss_error(f"of the {len(data)} samples of the example batch")
-    analyzed = read_model(loaded, loss.prepare(example), loss)
-    given = request.strategies
-    strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
-    strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
-    if given is None and mesh.tp > 1:
-        notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
-    notes = [*notes, *job.precision.notes(), *tokenizer_notes(job)]
-    plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
-    notes = [*notes, *uneven_split_notes(plan.sharding)]
-    raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
-    if data is None:
-        return None
-    callbacks = factory_callbacks(loaded.callbacks)
-    return ResolvedRun(plan, analyzed, data, loss, callbacks=callbacks, notes=tuple(notes))
-
-
-def _prepare_samples(samples: ExampleDataset, loss: Loss) -> ExampleDataset:
-    """Returns `samples` as the model and the loss read them."""
-    return ExampleDataset(loss.prepare(samples.batch(range(len(samples)))))
 
 
 def _stand_in_sample(loaded: LoadedModel, source: DataConfig) -> Mapping[str, torch.Tensor]:

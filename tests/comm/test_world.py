@@ -140,3 +140,56 @@ def timeout_of_a_part(world: World) -> list[float]:
 def test_a_backend_is_more_patient_than_the_longest_limit(process_pool: ProcessPool) -> None:
     expected = [3600.0 + BACKEND_TIMEOUT_MARGIN_S] * 2  # of the groups of all ranks
     assert process_pool.run(timeout_of_a_part, Mesh(dp_shard=2, tp=2)) == [expected] * 4
+
+
+def split_world(world: World) -> tuple[list[list[list[int]]], int, list[str], list[float]]:
+    """As on NCCL, with a split by new groups of gloo."""
+    splits: list[list[list[int]]] = []
+    sent: list[str] = []
+
+    def split_group(*, split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+        splits.append(split_ranks)
+        made = [dist.new_group(ranks, timeout) for ranks in split_ranks]
+        return next((each for each in made if isinstance(each, dist.ProcessGroup)), None)
+
+    apart = TorchWorld(world.mesh, world.rank, "cpu", shared_memory=False)
+    apart.serializes_p2p = True
+    send, recv = dist.send, dist.recv
+    with (
+        patch("meshwright.comm.world.can_split", return_value=True),
+        patch.object(dist, "split_group", split_group),
+        patch.object(dist, "send", lambda *args: sent.append(f"to {args[1]}") or send(*args)),
+        patch.object(dist, "recv", lambda *args: sent.append(f"from {args[1]}") or recv(*args)),
+    ):
+        pairs = [(("pp",), pair) for pair in ((0, 1), (1, 0))]
+        keys = {
+            (("pp",), ()),
+            (("dp_shard",), ()),
+            (("dp_shard", "cp"), ()),
+            (("pp", "dp_shard"), ()),
+            *pairs,
+        }
+        apart.create_groups(keys)
+        apart.create_groups(keys)
+    sums = []
+    for axes, _ in sorted(keys - set(pairs)):
+        tensor = torch.full((2,), float(world.rank + 1))
+        apart.group(axes).all_reduce(tensor).wait()
+        sums.append(float(tensor[0]))
+    num_groups = sum(each is not None for each in apart._process_groups.values())
+    apart.group(["pp", "dp_shard"]).barrier()
+    apart.close()
+    return splits, num_groups, sent, sums
+
+
+def test_groups_of_a_plan_are_few_splits_and_connected_pairs(process_pool: ProcessPool) -> None:
+    ranks = process_pool.run(split_world, Mesh(pp=2, dp_shard=2))
+    for splits, num_groups, _, _ in ranks:
+        # the group of all ranks is there; dp_shard with an axis of one rank is dp_shard
+        assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 2], [1, 3]], [[0, 2], [1, 3]]]
+        assert num_groups == 4
+    assert [sent for *_, sent, _ in ranks] == [
+        2 * each for each in (["to 2", "from 2"], ["to 3", "from 3"], ["from 0", "to 0"], ["from 1", "to 1"])
+    ]
+    # keys in order: dp_shard, dp_shard x cp, pp, all
+    assert [sums for *_, sums in ranks] == [[3, 3, 4, 10], [3, 3, 6, 10], [7, 7, 4, 10], [7, 7, 6, 10]]

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.config.config_and_plan_files import read_request
@@ -23,7 +23,7 @@ AUTO = [{"name": "batch_split"}, {"name": "ddp", "algorithm": "auto"}]
 
 
 def measured(path: Path, network: NetworkModel) -> None:
-    empty = Cluster(VERSION, "", describe_machine(), "2.13", "gloo", 1, FitError(0, 0), network, (SERIES,))
+    empty = Cluster("", describe_machine(), "2.13", "gloo", 1, FitError(0, 0), network, (SERIES,))
     write_cluster(replace(empty, measurements=(replace(SERIES, algorithm="one_shot", ranks=7),)), path)
 
 

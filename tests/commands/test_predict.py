@@ -12,7 +12,6 @@ from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, 
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.device_profile import (
-    VERSION,
     AttentionTiming,
     DeviceProfile,
     MatmulTiming,
@@ -41,7 +40,7 @@ def profile(threads: int = 1, ranks: int = 2) -> DeviceProfile:
         for side in SIDES
     )
     moved = tuple(MemoryOpTiming(4096 << shift, 1e9) for shift in range(0, 12, 2))
-    said = (VERSION, "2026-01-01", "cpu", "A CPU", "2.13", threads, ranks, 1 << 30, 1e-6, 1e-6)
+    said = ("2026-01-01", "cpu", "A CPU", "2.13", threads, ranks, 1 << 30, 1e-6, 1e-6)
     return DeviceProfile(*said, products, attention, moved)
 
 
@@ -52,7 +51,6 @@ def folder(tmp_path: Path) -> Path:
     series = AllReduceSeries("backend", 2, (1024, 1 << 20), (1e-4, 2e-3), (0, 0))
     write_cluster(
         Cluster(
-            1,
             "2026-01-01",
             "A CPU",
             "2.13",

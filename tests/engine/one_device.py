@@ -13,7 +13,7 @@ from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.data_config import DataConfig
@@ -39,7 +39,7 @@ def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) ->
 class Pair:
     """An executor, and a copy of its model from before it began, to train by hand."""
 
-    executor: Executor
+    executor: StepExecutor
     model: nn.Module
     loss: Loss
 
@@ -91,8 +91,8 @@ def pair(
     subject = make_trained_module(analyzed, torch.device("cpu"), getattr(torch, job.precision.parameters))
     model = copy.deepcopy(subject.module)
     return Pair(
-        Executor(
-            plan,
+        StepExecutor(
+            plan.for_rank(0),
             RankState(subject, single_rank_world(torch.device("cpu")), loss),
             optimizer,
             make_stateless_rng(analyzed, plan),

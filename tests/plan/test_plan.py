@@ -250,6 +250,16 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
             "\n  repair: give the axis a strategy (for runs of",
         ),
         (
+            {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, ep=2)},
+            "mesh.ep: ep = 2: no strategy uses the axis ep yet"
+            "\n  repair: set it to 1; expert parallelism will use it",
+        ),
+        (
+            {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, outer=2)},
+            "mesh.outer: outer = 2: no strategy uses the axis outer yet"
+            "\n  repair: set it to 1; local SGD, in which nothing crosses it between two rounds, will use it",
+        ),
+        (
             {"strategies": (BatchSplit(),)},
             'repair: add a strategy that reduces them along dp_replicate: [[strategies]] name = "ddp"',
         ),

@@ -12,6 +12,7 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.strategy_interface import PHASES, Strategy, StrategyPhase, sort_by_phase
@@ -49,13 +50,14 @@ def test_within_a_phase_the_written_order_stays():
 
 def test_a_strategy_that_overrides_nothing_changes_nothing():
     sharding = ShardingPlan.one_device(Mesh(), SyntheticModel().model_spec)
+    view = RankView(sharding, sharding.mesh.coordinate(0))
     program = single_device_program(
-        sharding, Job(), 1, sequential_stage_calls(sharding.model_spec.block_calls, 1)
+        view, Job(), 1, sequential_stage_calls(sharding.model_spec.block_calls, 1)
     )
     store = Store()
     assert list(store.check(Job(), sharding)) == []
     assert store.place(sharding) is sharding
-    assert store.rewrite(program, sharding, Job()) is program
+    assert store.rewrite(program, view, Job()) is program
     assert store.exact
 
 

@@ -79,7 +79,7 @@ class Averaging(DDP):
 
     def bind(self, runtime: Any) -> dict[str, Callable[[Action], None]]:
         def reduce(action: Action) -> None:
-            runtime.state.action_tensor(action.subject).div_(runtime.state.world.mesh.world_size)
+            runtime.state.operand(action).output.div_(runtime.state.world.mesh.world_size)
             runtime.state.start_collective(action)
 
         return {"REDUCE": reduce}

@@ -75,7 +75,7 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
 
     analyzed = analyzed_model(p=0.2)
     case = case_of(analyzed, plan_of(analyzed, 3))
-    monkeypatch.setattr(meshwright.engine.step.executor.Executor, "__init__", broken)
+    monkeypatch.setattr(meshwright.engine.step.executor.StepExecutor, "__init__", broken)
     monkeypatch.setattr(meshwright.engine.step.action_handlers.ActionHandlers, "__init__", broken)
     monkeypatch.setattr(meshwright.model.blocks.block_forward_backward.ForwardDriver, "__init__", broken)
     monkeypatch.setattr(meshwright.model.blocks.block_forward_backward, "backward", broken)

@@ -1,6 +1,6 @@
 """Every way to break a reduction of tied weights is named before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -26,11 +26,15 @@ def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
 
 def problems_after_edit(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
     """Returns what is proved of `plan` when the actions of `role` become what `edit` makes of them."""
-    lists = {
-        name: [made for action in actions if (made := edit(action) if name == role else action) is not None]
-        for name, actions in plan.program.roles
-    }
-    return [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
+    edited = [made for action in plan.program.actions(role) if (made := edit(action)) is not None]
+    return problems_with(plan, role, edited)
+
+
+def problems_with(plan: Plan, name: str, actions: Sequence[Action]) -> list[str]:
+    roles = tuple(
+        replace(role, actions=tuple(actions)) if role.name == name else role for role in plan.program.roles
+    )
+    return [fault.problem for fault in static_checks(replace(plan, program=Program(roles)))]
 
 
 def test_the_planned_program_passes():
@@ -90,15 +94,9 @@ def test_who_reads_gradients_must_wait_for_it():
 def test_ranks_that_come_to_their_sums_in_unlike_orders_are_named(role: str):
     plan = plan_of("dualpipe", 2)
     ties = [action.name for action in plan.program.actions(role) if action.kind == "REDUCE_TIED"]
-
-    def swapped(actions: list[Action]) -> list[Action]:
-        at = [i for i, action in enumerate(actions) if action.kind == "REDUCE_TIED"]
-        actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
-        return actions
-
-    lists = {
-        name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles
-    }
-    found = [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
+    actions = list(plan.program.actions(role))
+    at = [i for i, action in enumerate(actions) if action.kind == "REDUCE_TIED"]
+    actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
+    found = problems_with(plan, role, actions)
     first, second = (ties[1], ties[0]) if role == "pp0" else (ties[0], ties[1])
     assert f"its sums with pp1 along pp differ: {first} and {second} are at the same place" in found

@@ -137,7 +137,7 @@ def verify(
     with exit_on_error(context):
         rank_env, command = current_rank(), import_command("verify")
         if rank_env is not None:
-            command.verify_rank(rank_env, config, context.args, steps, result_folder, shrink=shrink)
+            command.verify_rank(rank_env, config, steps, result_folder, shrink=shrink)
             return
         if on not in ("threads", "processes", "trace"):
             raise PlanError(

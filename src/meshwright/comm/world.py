@@ -20,6 +20,7 @@ from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
 from meshwright.comm.collectives.group import Group, World
 from meshwright.comm.collectives.ledger import Ledger
+from meshwright.comm.disjoint_groups import Batch, GroupKey, groups_of, pack_disjoint
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
@@ -80,7 +81,24 @@ class TorchWorld(World):
         self.serializes_p2p = self.device.type != "cpu"
         self._logged: set[str] = set()
         self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
-        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # None: groups of others, made by all ranks
+        self._process_groups: dict[GroupKey, dist.ProcessGroup | None] = {}
+
+    def create_groups(self, keys: Iterable[GroupKey]) -> None:
+        """Creates the groups of `keys`; on NCCL by few splits, and connected.
+
+        A group of NCCL connects its ranks at its first message, and the host waits for it. That may lock: a
+        rank would wait for the first message of a peer that waits for another message of this rank. So each
+        pair exchanges one element here, in the same order on all ranks.
+        """
+        wanted = sorted(keys)
+        if self.serializes_p2p and can_split():
+            used = dict.fromkeys(map(self._used_axes, wanted))
+            for batch in pack_disjoint(self.mesh, filter(self._needs_process_group, used)):
+                self._split(batch)
+        super().create_groups(wanted)
+        if self.serializes_p2p:
+            self._connect(wanted)
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """Returns the group along `axes`, or that of some ranks there.
@@ -88,11 +106,11 @@ class TorchWorld(World):
         Every rank asks for the same groups in the same order, also ranks that are not members: the first
         request is collective. Raises PlanError for an unknown axis.
         """
-        along = ordered_axes(tuple(axes))
+        along = ordered_axes(self.mesh, tuple(axes))
         key = along, tuple(member_indices)
         if key not in self._groups:
             ranks = member_ranks(self.mesh.peers(self.rank, along), member_indices, self.rank)
-            joined = self._create_process_group(along, key[1], ranks)
+            joined = self._create_process_group(key)
             if joined is None:
                 self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
             else:
@@ -108,6 +126,11 @@ class TorchWorld(World):
         Collectives in flight never complete.
         """
         self.watchdog.announce_exit(error)
+        if dist.get_backend() != "gloo":
+            # NCCL's destroy waits for collectives that never end: say what happened first, and break them off
+            logger.error("rank %d has failed", self.rank, exc_info=error)
+            dist.distributed_c10d._abort_process_group()
+            self._process_groups.clear()
         for group in self._groups.values():
             if isinstance(group, TorchGroup | SharedMemoryGroup):
                 group.abort()
@@ -122,7 +145,9 @@ class TorchWorld(World):
             if isinstance(group, TorchGroup | SharedMemoryGroup):
                 group.close()
         while self._process_groups:
-            dist.destroy_process_group(self._process_groups.popitem()[1])
+            process_group = self._process_groups.popitem()[1]
+            if process_group is not None:
+                dist.destroy_process_group(process_group)
         self._groups.clear()
 
     def _fastest_group(self, gloo_group: TorchGroup, process_group: dist.ProcessGroup) -> Group:
@@ -157,24 +182,60 @@ class TorchWorld(World):
             self._logged.add(text)
             logger.log(level, "%s", text)
 
-    def _create_process_group(
-        self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> dist.ProcessGroup | None:
-        everyone = dist.group.WORLD
-        if (
-            everyone is not None
-            and len(ranks) == self.mesh.world_size > 1
-            and not (self.serializes_p2p and among)
-        ):
-            return everyone
-        size = len(among) or self.mesh.group_size(axes)
-        if size > 1 and ranks not in self._process_groups:
+    def _create_process_group(self, key: GroupKey) -> dist.ProcessGroup | None:
+        key = self._used_axes(key)
+        if self._has_all_ranks(key):
+            return dist.group.WORLD
+        if self._needs_process_group(key):
             # every rank creates the groups of all ranks, in this order: new_group is collective over the job
-            for peers in self.mesh.groups(axes):
-                joined = dist.new_group([peers[index] for index in among] or list(peers), self._timeout)
-                if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
-                    self._process_groups[ranks] = joined
-        return self._process_groups.get(ranks)
+            made = [dist.new_group(list(peers), self._timeout) for peers in groups_of(self.mesh, key)]
+            # a number stands for a group of others
+            self._process_groups[key] = next(
+                (each for each in made if isinstance(each, dist.ProcessGroup)), None
+            )
+        return self._process_groups.get(key)
+
+    def _used_axes(self, key: GroupKey) -> GroupKey:
+        """Returns `key` without axes of size 1: what tells groups apart on every rank alike."""
+        axes, among = key
+        return tuple(axis for axis in axes if self.mesh.size(axis) > 1), among
+
+    def _needs_process_group(self, key: GroupKey) -> bool:
+        axes, among = key
+        size = len(among) or self.mesh.group_size(axes)
+        return size > 1 and key not in self._process_groups and not self._has_all_ranks(key)
+
+    def _has_all_ranks(self, key: GroupKey) -> bool:
+        axes, among = key
+        whole = self.mesh.group_size(axes) == self.mesh.world_size > 1
+        return whole and (not among or (len(among) == self.mesh.world_size and not self.serializes_p2p))
+
+    def _split(self, batch: Batch) -> None:
+        """Splits the communicator of all ranks once, into the groups of `batch`, which share no rank."""
+        groups = [group for of_key in batch.values() for group in of_key]
+        joined = dist.split_group(split_ranks=[sorted(group) for group in groups], timeout=self._timeout)
+        for key, of_key in batch.items():
+            is_member = any(self.rank in group for group in of_key)
+            self._process_groups[key] = joined if is_member else None
+
+    def _connect(self, keys: Sequence[GroupKey]) -> None:
+        """Exchanges one element in the group of each pair; in all groups, if the user's communicators are
+        made at their first message.
+        """
+        element, is_lazy = torch.zeros(1, device=self.device), not can_split()
+        for axes, among in keys:
+            group = self.group(axes, among)
+            process_group = self._process_groups.get(self._used_axes((axes, among)))
+            if process_group is None:
+                continue
+            if len(among) == 2:
+                source, target = group.ranks
+                if self.rank == source:
+                    dist.send(element, target, process_group)
+                else:
+                    dist.recv(element, source, process_group)
+            elif is_lazy:
+                dist.all_reduce(element, group=process_group)
 
 
 @contextmanager
@@ -251,7 +312,15 @@ def init_world(
         finally:
             world.close()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # unless it was aborted
+            dist.destroy_process_group()
+
+
+def can_split() -> bool:
+    """Returns whether the communicator of all ranks can be split: NCCL made it, for a device."""
+    default_group = dist.group.WORLD
+    is_bound = default_group is not None and default_group.bound_device_id is not None
+    return is_bound and dist.get_backend_config() in ("nccl", "cuda:nccl")
 
 
 def _backend_timeout(limits: WaitLimits) -> timedelta:

@@ -21,7 +21,7 @@ from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.planner.machine.device_profile import VERSION, DeviceProfile
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.report.bench.device import profile_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
@@ -174,7 +174,6 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
     cuda, figures = request.kind == "cuda", dict(vars(found[0]))
     del figures["slices"]
     return DeviceProfile(
-        version=VERSION,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         kind=request.kind,
         device=torch.cuda.get_device_name(0) if cuda else processor_name(),

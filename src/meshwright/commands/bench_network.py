@@ -21,7 +21,7 @@ from meshwright.comm.allreduce import FLAT_ALGORITHMS
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming, Cluster, FitError
 from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -216,7 +216,6 @@ def _measure_algorithms(
 def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) -> Cluster:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     empty = Cluster(
-        VERSION,
         date,
         describe_machine(),
         torch.__version__,

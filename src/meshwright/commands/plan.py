@@ -13,6 +13,7 @@ from meshwright.commands.predict import NOT_PREDICTED, predict_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
+from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
@@ -29,34 +30,71 @@ ResolvedRequest = tuple[PlanRequest, ResolvedRun]
 def resolve_config(
     config: Path, overrides: Sequence[str], world: int | None, *, needs_data: bool = True
 ) -> ResolvedRequest:
-    """Returns the resolved request of `config`, and its run; without `needs_data` it may name no data yet.
+    """Returns the resolved request of `config`, and its run; see `read_config` and `resolve`."""
+    return resolve(read_config(config, overrides), world, needs_data=needs_data)
 
-    Raises PlanError if the static checks of the program fail.
+
+def read_config(config: Path, overrides: Sequence[str]) -> PlanRequest:
+    """Returns the request in the file `config`, changed by `overrides`; nothing is resolved yet.
+
+    The links by which algorithms are chosen are also those by which steps are predicted, unless it names
+    others. Raises PlanError with every diagnostic of the file.
     """
     request = read_request(config, overrides, STRATEGIES)
     if request.run.hardware and not request.run.cluster:
-        request = replace(request, run=replace(request.run, cluster=request.cluster))
-    ready = resolve_request(request, world, needs_data=needs_data)
+        return replace(request, run=replace(request.run, cluster=request.cluster))
+    return request
+
+
+def resolve(request: PlanRequest, world: int | None, *, needs_data: bool = True) -> ResolvedRequest:
+    """Returns `request` with everything resolved, and its run; without `needs_data` it may name no data yet.
+
+    Raises PlanError if the static checks of the program fail.
+    """
+    return checked_request(request, resolve_request(request, world, needs_data=needs_data))
+
+
+def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest:
+    """Returns `request` with the choices of its run `ready`, as a plan file holds them, and the run.
+
+    Raises PlanError if the static checks of the program fail, or the request was that of another plan.
+    """
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
-    if request.extra.get("plan_hash") not in (None, plan.hash) and not overrides:
-        text = (
-            f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the "
-            f"file was edited, or the model changed"
-        )
-        raise PlanError(
-            text,
-            fix="remove the line plan_hash, or make the plan again with `meshwright plan`",
-            location=str(config),
-        )
-    mesh = plan.mesh.as_dict()
-    extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
-    # a branch of the hub has become a commit, and the model's own tokenizer has a name
-    job = replace(request.job, model=plan.job.model, data=plan.job.data)
+    check_plan_hash(request, plan)
+    # a branch of the hub has become a commit, the model's own tokenizer has a name, and what `cluster` was
+    # asked for stands in the strategies
     resolved = replace(
-        request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra
+        request,
+        job=replace(request.job, model=plan.job.model, data=plan.job.data),
+        mesh=plan.mesh.as_dict(),
+        micro_batch=plan.micro_batch,
+        strategies=plan.strategies,
+        cluster="",
+        extra={"plan_hash": plan.hash, "meshwright": meshwright.__version__},
     )
-    return replace(resolved, cluster=""), ready  # what it was asked for stands in the strategies now
+    return resolved, ready
+
+
+def load_resolved(request: PlanRequest) -> ResolvedRequest:
+    """Returns a request that the launching process has resolved and checked, with its run in this process.
+
+    Raises PlanError if model and data make another plan here.
+    """
+    ready = resolve_request(request)
+    check_plan_hash(request, ready.plan)
+    return request, ready
+
+
+def check_plan_hash(request: PlanRequest, plan: Plan) -> None:
+    """Raises PlanError if `request` was read from a plan file, unchanged, and is not that of `plan`."""
+    found = request.extra.get("plan_hash", plan.hash)
+    if found != plan.hash:
+        raise PlanError(
+            f"plan_hash is {found}, the contents make {plan.hash}: the file was edited, or the model changed",
+            fix="remove the line plan_hash, or make the plan again with `meshwright plan`",
+            location="plan_hash",
+        )
 
 
 def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> ResolvedRequest:

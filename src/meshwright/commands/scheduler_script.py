@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.commands.plan import resolve_config
-from meshwright.parallel import STRATEGIES
+from meshwright.commands.plan import read_config, resolve
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -14,7 +13,6 @@ from meshwright.plan.job.errors import (
     refuse_write_errors,
     suggest_name,
 )
-from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.launch.scheduler_scripts import JOB_FILE_KINDS, JobFile, distribute_ranks
 
 TIME_PATTERN = re.compile(
@@ -43,14 +41,15 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
     raise_diagnostics(_option_diagnostics(kind, name, options))
     hosts, per_host = options.num_hosts, options.ranks_per_host
     world = hosts * per_host if hosts is not None and per_host is not None else None
-    if -1 not in read_request(config, overrides, STRATEGIES).mesh.values():
+    request = read_config(config, overrides)
+    if -1 not in request.mesh.values():
         world = None  # the mesh says it; whether the hosts fit is said below, in terms of hosts
     elif world is None:
         fix = "say how many: --hosts N --per-host M"
         raise PlanError(
             "an axis of the mesh is -1, and the number of ranks is not known", fix=fix, location="mesh"
         )
-    (_, ready) = resolve_config(config, overrides, world)
+    _, ready = resolve(request, world)
     hosts, per_host = distribute_ranks(ready.plan.mesh.world_size, hosts, per_host)
     words = [str(config), *overrides]
     return JOB_FILE_KINDS[kind](

@@ -11,9 +11,16 @@ import torch
 from rich.console import Console
 
 from meshwright.api import Trainer
-from meshwright.commands.plan import ResolvedRequest, predict_step, resolve_config, write_plan
+from meshwright.commands.plan import (
+    ResolvedRequest,
+    load_resolved,
+    predict_step,
+    read_config,
+    resolve,
+    resolve_config,
+    write_plan,
+)
 from meshwright.commands.predict import predict_plan
-from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
@@ -30,7 +37,7 @@ from meshwright.run.checkpoint.resume import (
     checkpoint_steps_fix,
     resume,
 )
-from meshwright.run.config.config_and_plan_files import read_request, request_as_dict
+from meshwright.run.config.config_and_plan_files import request_as_dict
 from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
@@ -186,7 +193,7 @@ def train_rank(
             shared_memory=run.shared_memory,
         )
         with joining as world, ExitStack() as stack:
-            check_same_plan(world, plan)
+            check_same_plan(world, plan, ready.dataset.digest)
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
                 claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
                 progress.attempt_folder = claim.folder
@@ -241,7 +248,7 @@ def _record_failures(
     """Yields the resolved request; a failure is recorded for the launching process, or printed under another
     launcher.
     """
-    request = read_request(config, overrides, STRATEGIES)
+    request = read_config(config, overrides)
     show = (
         None
         if rank_env.launcher_env is None
@@ -253,7 +260,9 @@ def _record_failures(
         record_failure(rank_env.rank, attempt_folder, rank_env.lifeline_fd, show) as progress,
         rank_log(folder, rank_env.rank, warning_printer(rank_env, console)),
     ):
-        yield progress, resolve_config(config, overrides, rank_env.world)
+        # ranks of our own launcher read the plan file that it wrote, of what it has checked
+        is_checked = rank_env.launcher_env is None
+        yield progress, load_resolved(request) if is_checked else resolve(request, rank_env.world)
 
 
 def _write_run_plan(resolved: ResolvedRequest) -> Path:
@@ -342,7 +351,8 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
         return ""
     with trainer.full_params() as module:
         if not show and not (
-            trainer.executor.flat_params.forward_is_collective or ready.plan.sharding.block_calls_by_pp_rank
+            trainer.executor.state.flat_params.forward_is_collective
+            or ready.plan.sharding.block_calls_by_pp_rank
         ):
             return ""
         length, tokenizer = job.data.sequence, ready.dataset.tokenizer

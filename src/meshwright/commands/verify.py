@@ -14,14 +14,13 @@ from rich.console import RenderableType
 
 import meshwright
 from meshwright.api import trace as trace_plan
-from meshwright.commands.plan import resolve_config
+from meshwright.commands.plan import load_resolved, read_config, resolve_config, write_plan
 from meshwright.model.loading.scaled_down import scale_down
-from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.plan.plan import Plan
 from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
@@ -73,20 +72,11 @@ def verify(
         reference = run_reference(case, steps)
         reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
-        size = ["--shrink"] if shrink else []
-        argv = [
-            "verify",
-            str(config),
-            "--steps",
-            str(steps),
-            "--world",
-            str(plan.mesh.world_size),
-            "--result-folder",
-            str(folder),
-            *size,
-            *overrides,
-        ]
         with claim_run_folder(folder) as attempt:
+            plan_file = folder / "plan.toml"
+            write_plan((request, ready), plan_file)
+            argv = ["verify", str(plan_file), "--steps", str(steps), "--result-folder", str(folder)]
+            argv += ["--shrink"] if shrink else []
             result = launcher(argv, plan.mesh.world_size, attempt)
             if result.exit_code:
                 raise RanksFailed(result)
@@ -153,22 +143,21 @@ def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
 
 def verify_rank(
     rank_env: RankEnv,
-    config: Path,
-    overrides: Sequence[str],
+    plan_file: Path,
     steps: int,
     folder: Path | None,
     *,
     shrink: bool,
 ) -> None:
-    """Compares as one rank, and writes the report into `folder` for the launching process."""
+    """Compares as one rank of the plan that the launching process has resolved and checked, and writes the
+    report into `folder` for it.
+    """
     if rank_env.store_path is None or folder is None:
         text = "verify was started as one rank by torchrun; it starts its own ranks"
         raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
-    request = read_request(config, overrides, STRATEGIES)
     with record_failure(rank_env.rank, rank_env.attempt_folder or folder, rank_env.lifeline_fd):
-        case = _case(
-            _scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world)
-        )
+        request = read_config(plan_file, ())
+        case = _case(_scaled_down(request, rank_env.world) if shrink else load_resolved(request)[1])
         with join_world(
             rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
         ) as world:

@@ -39,7 +39,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import Mesh, axes_with
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer
 
@@ -125,8 +125,9 @@ class ModelOnRanks:
         if self.request.activation_checkpointing and ActivationCheckpointing.name not in names:
             strategies = (*strategies, ActivationCheckpointing())
         micro_batch = args.per_device_train_batch_size
-        plan = make_plan(analyzed, job(mesh.dp_replicate * mesh.dp_shard), mesh, strategies, micro_batch)
-        if plan.num_data != mesh.dp_replicate * mesh.dp_shard:  # strategies share samples over other axes
+        num_data = mesh.group_size(axes_with("samples"))
+        plan = make_plan(analyzed, job(num_data), mesh, strategies, micro_batch)
+        if plan.num_data != num_data:  # strategies share samples over other axes
             plan = make_plan(analyzed, job(plan.num_data), mesh, strategies, micro_batch)
         raise_diagnostics(plan_diagnostics(plan, args, plan.job))
         return plan
@@ -168,14 +169,14 @@ class ModelOnRanks:
         """Loads the checkpoint at `checkpoint`, and the numbers of its groups into those of the optimizer."""
         trainer, optimizer = self._opened()
         trainer.load(checkpoint)
-        groups = all_param_groups(trainer.executor.optimizers)
+        groups = all_param_groups(trainer.executor.state.optimizers)
         for group, target in zip(groups, optimizer.param_groups, strict=True):
             target |= _options(group)
 
     def _with_present_groups(self) -> Trainer:
         """Returns the trainer, whose groups have the numbers that a scheduler wrote into the optimizer's."""
         trainer, optimizer = self._opened()
-        groups = all_param_groups(trainer.executor.optimizers)
+        groups = all_param_groups(trainer.executor.state.optimizers)
         for group, source in zip(groups, optimizer.param_groups, strict=True):
             group |= _options(source)
         return trainer
@@ -236,7 +237,7 @@ class ModelOnRanks:
         trainer, _ = self._opened()
         parameters = trainer.executor.gather_parameters(keep_result=keep_result, use_masters=True)
         with trainer.world.ledger.pause_recording():
-            return parameters, gather_full_buffers(trainer.plan, trainer.executor.state, "GATHER_FULL")
+            return parameters, gather_full_buffers(trainer.executor.state, "GATHER_FULL")
 
     def _rank_world(self, mesh: Mesh) -> World:
         if self.world is None:

@@ -11,5 +11,6 @@ Standard library only; nothing here imports torch.
     optimizer_per_param     which optimizer updates which parameter, its states
     plan                    Plan: job, mesh and strategies, resolved
     strategy_interface      Strategy: the interface of every parallelism technique
+    strategy_state          the tensors that a technique keeps from step to step
     strategy_compatibility  checks of job, sharding and strategies together
 """

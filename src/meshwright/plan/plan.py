@@ -7,9 +7,9 @@ around the run (`RunConfig`: folders, intervals) are carried along and do not co
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, final
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import raise_diagnostics
@@ -17,12 +17,12 @@ from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_work_share import local_fractions_by_length
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
 from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
-from meshwright.plan.step.program import Action, Program, drop_single_rank_transfers
-from meshwright.plan.step.single_device_program import role_of, sequential_stage_calls, single_device_program
+from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_single_rank_transfers
+from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
     batch_diagnostics,
@@ -34,12 +34,13 @@ from meshwright.plan.strategy_compatibility import (
     strategy_choice_diagnostics,
 )
 from meshwright.plan.strategy_interface import Strategy, sort_by_phase
+from meshwright.plan.strategy_state import StateSpec, job_states, owner_names, state_diagnostics
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work, with all diagnostics at
-    once.
+    """A resolved plan of all ranks. Build it with `Plan.make`, which refuses what cannot work, with all
+    diagnostics at once, and take the plan of one rank by `for_rank`.
     """
 
     job: Job
@@ -51,9 +52,8 @@ class Plan:
     program: Program
     file_digests: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, of the files that it names
 
-    @classmethod
+    @staticmethod
     def make(
-        cls,
         job: Job,
         mesh: Mesh,
         model_spec: ModelSpec,
@@ -109,9 +109,8 @@ class Plan:
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
         raise_diagnostics(diagnostics)
         micro_batch = micro_batch or job.train.batch // mesh.group_size(sharding.data_axes)
-        sharding = sharding.at_coordinate(mesh.coordinate(0))
         file_digests = tuple(strategy.file_digests() for strategy in ordered)
-        return cls(
+        return Plan(
             job,
             run,
             mesh,
@@ -122,49 +121,93 @@ class Plan:
             file_digests,
         )
 
-    def for_rank(self, rank: int) -> "Plan":
-        """Returns the plan of `rank`, with its own parameters, slices and action list."""
-        sharding = self.sharding.at_coordinate(self.mesh.coordinate(rank))
-        if sharding.param_shardings == self.sharding.param_shardings and local_fractions_by_length(
-            sharding
-        ) == local_fractions_by_length(self.sharding):
-            return replace(self, sharding=sharding)
-        return replace(
-            self, sharding=sharding, program=_program(self.job, sharding, self.strategies, self.micro_batch)
+    def for_rank(self, rank: int) -> "RankPlan":
+        """Returns the plan of `rank`, with its own parameters, slices and action list.
+
+        A rank outside of the mesh has the list of its role, and no parameters. Raises ValueError for a rank
+        that plays no role.
+        """
+        role, view = self.role_of(rank), self.rank_view(rank)
+        first = self.rank_view(role.ranks[0])
+        if (view.param_shardings, view.work_share.fractions_by_length) != (
+            first.param_shardings,
+            first.work_share.fractions_by_length,
+        ):
+            (role,) = _program(self.job, view, self.strategies, self.micro_batch).roles
+        return self._at(rank, view, role)
+
+    def rank_view(self, rank: int) -> RankView:
+        """Returns what `rank` has of the sharding plan; a rank outside of the mesh has nothing."""
+        return RankView(self.sharding, self.mesh.coordinate(rank) if rank < self.mesh.world_size else {})
+
+    def role_of(self, rank: int) -> Role:
+        """Returns the role that `rank` plays. Raises ValueError for a rank that plays none."""
+        for role in self.program.roles:
+            if rank in role.ranks:
+                return role
+        last = max(role.ranks[-1] for role in self.program.roles)
+        raise ValueError(
+            f"there is no rank {rank} in {self.mesh}: its roles have ranks 0 to {last}. Choose one of them"
         )
 
-    def with_micro_batch(self, micro_batch: int) -> "Plan":
-        """Returns this rank's plan with microbatches of another size: what it executes on a last, smaller
-        batch.
+    def stage_role(self, pp_rank: int) -> Role:
+        """Returns the role of the ranks at index `pp_rank` along pp."""
+        return self.role_of(self.mesh.rank({"pp": pp_rank}))
+
+    def peer_role(self, role: Role, transfer: Transfer) -> Role:
+        """Returns the role of the rank that a `transfer` of `role` with one other rank goes to, or comes
+        from. Raises ValueError if `transfer` names no peer.
         """
+        if transfer.peer is None:
+            raise ValueError(f"{transfer} has no peer: it is between all ranks of a group")
+        (axis,) = transfer.axes
+        return self.role_of(self.mesh.rank({**self.mesh.coordinate(role.ranks[0]), axis: transfer.peer}))
+
+    def role_plans(self) -> Iterator["RankPlan"]:
+        """Yields the plan of the first rank of each role, in the order of the program's roles."""
+        for role in self.program.roles:
+            rank = role.ranks[0]
+            yield self._at(rank, self.rank_view(rank), role)
+
+    def with_micro_batch(self, micro_batch: int) -> "Plan":
+        """Returns this plan with microbatches of another size: those of a last, smaller batch."""
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
-        program = _program(job, self.sharding, self.strategies, micro_batch)
-        return replace(self, job=job, micro_batch=micro_batch, program=program)
+        program = _all_roles(job, self.sharding, self.strategies, micro_batch)
+        return Plan(
+            job,
+            self.run,
+            self.mesh,
+            micro_batch,
+            self.strategies,
+            self.sharding,
+            program,
+            self.file_digests,
+        )
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """Returns this plan with the specification of the same model on samples of another length."""
-        sharding = replace(self.sharding.global_plan, model_spec=model_spec).at_coordinate(
-            dict(self.sharding.coordinate)
-        )
-        return replace(
-            self, sharding=sharding, program=_all_roles(self.job, sharding, self.strategies, self.micro_batch)
+        sharding = replace(self.sharding, model_spec=model_spec)
+        program = _all_roles(self.job, sharding, self.strategies, self.micro_batch)
+        return Plan(
+            self.job,
+            self.run,
+            self.mesh,
+            self.micro_batch,
+            self.strategies,
+            sharding,
+            program,
+            self.file_digests,
         )
 
-    def role_plans(self) -> Iterator["Plan"]:
-        """Yields the plans of the ranks of each role, in the order of the program's roles."""
-        for pp_rank in range(len(self.program.roles)):
-            yield replace(self, sharding=self.sharding.at_pp_rank(pp_rank))
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The actions of this plan's rank in a step (that of `for_rank`; rank 0 before)."""
-        return self.program.actions(role_of(dict(self.sharding.coordinate)))
+    def _at(self, rank: int, view: RankView, role: Role) -> "RankPlan":
+        values = {item.name: getattr(self, item.name) for item in fields(Plan)}
+        return RankPlan(**values, rank=rank, view=view, role=role)
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The whole model; `sharding.model_spec` is this rank's part of it."""
-        return self.sharding.global_plan.model_spec
+        """The whole model."""
+        return self.sharding.model_spec
 
     @property
     def num_data(self) -> int:
@@ -278,6 +321,37 @@ class Plan:
         return sha256(text.encode()).hexdigest()[:16]
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class RankPlan(Plan):
+    """A plan as one rank executes it: what the rank has of the sharding plan, and its role, whose actions
+    have the sizes of this rank.
+    """
+
+    rank: int
+    view: RankView
+    role: Role
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The actions of this rank in a step."""
+        return self.role.actions
+
+    @property
+    def states(self) -> dict[str, tuple[StateSpec, ...]]:
+        """The tensors that this rank keeps from step to step, by the technique that keeps them.
+
+        Raises PlanError for a tensor of a parameter or a dtype that is unknown.
+        """
+        found = dict(job_states(self.job))
+        names = owner_names(strategy.name for strategy in self.strategies)
+        for name, strategy in zip(names, self.strategies, strict=True):
+            specs = tuple(strategy.states(self.view, self.job))
+            raise_diagnostics(state_diagnostics(name, specs, self.view))
+            found |= {name: specs} if specs else {}
+        return found
+
+
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
     return [
         [call.name, call.role, *([call.sum_id] if call.sum_id else [])] for call in model_spec.layer_calls
@@ -291,27 +365,29 @@ def _slices_params(sharding: ShardingPlan) -> bool:
 def _all_roles(
     job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
 ) -> Program:
-    views = [sharding.at_pp_rank(index) for index in range(len(sharding.block_calls_by_pp_rank))] or [
-        sharding
+    first = sharding.mesh.coordinate(0)
+    views = [
+        RankView(sharding, {**first, "pp": pp_rank})
+        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
     ]
     return Program(
         tuple(role for view in views for role in _program(job, view, strategies, micro_batch).roles)
     )
 
 
-def _program(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
-    local = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
-    stage_calls = sequential_stage_calls(sharding.model_spec.block_calls, local // micro_batch)
+def _program(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
+    local = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
+    stage_calls = sequential_stage_calls(view.model_spec.block_calls, local // micro_batch)
     for strategy in strategies:
-        stage_calls = strategy.order_stage_calls(stage_calls, sharding)
-    program = single_device_program(sharding, job, micro_batch, stage_calls)
+        stage_calls = strategy.order_stage_calls(stage_calls, view)
+    program = single_device_program(view, job, micro_batch, stage_calls)
     for strategy in strategies:
-        program = strategy.rewrite(program, sharding, job)
+        program = strategy.rewrite(program, view, job)
     program = drop_single_rank_transfers(
-        add_matrix_owner_actions(add_tied_grad_reductions(program, sharding, job), sharding, job),
-        sharding.mesh,
+        add_matrix_owner_actions(add_tied_grad_reductions(program, view, job), view, job),
+        view.plan.mesh,
     )
-    return add_noise_scale_actions(program, sharding) if job.train.noise_scale else program
+    return add_noise_scale_actions(program, view) if job.train.noise_scale else program
 
 
 def _canonical(value: Any) -> Any:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, MESH_AXES, STRATEGY_AXES, axes_with
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy
 
@@ -91,7 +91,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         text += f" stay partial sums over {axes}"
         strategy = "zero" if axes == "dp_shard" else "ddp"
         fix = f'add a strategy that reduces them along {axes}: [[strategies]] name = "{strategy}"'
-        fix += "" if "," in axes or axes in ("dp_replicate", "dp_shard") else f', axis = "{axes}"'
+        fix += "" if "," in axes or axes in axes_with("samples") else f', axis = "{axes}"'
         if any(
             param_sharding.flat_shard_axes for param_sharding in unreduced
         ):  # the strategy that shards them must also replicate the shards
@@ -104,6 +104,10 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         for axis in AXES
         if sharding.mesh.size(axis) > 1 and axis not in used_axes and not _uses_axis(sharding, axis)
     ]
+    for axis in (each for each in MESH_AXES if each.awaits and each.name in idle):
+        text = f"{axis.name} = {sharding.mesh.size(axis.name)}: no strategy uses the axis {axis.name} yet"
+        yield Diagnostic(text, f"set it to 1; {axis.awaits} will use it", f"mesh.{axis.name}")
+    idle = [axis for axis in idle if axis in STRATEGY_AXES]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"

@@ -1,8 +1,8 @@
 """Defines a technique on one axis: a value with two pure functions and one effect.
 
-    place    ShardingPlan -> ShardingPlan    the placements of tensors under this technique
-    rewrite  Program -> Program              the actions it adds, removes or moves
-    bind     Runtime -> handlers             the implementation of new kinds of action
+    place    ShardingPlan -> ShardingPlan       the placements of tensors under this technique, on all ranks
+    rewrite  Program, RankView -> Program       the actions it adds, removes or moves on one rank
+    bind     Runtime -> handlers                the implementation of new kinds of action
 
 Whatever order a user writes, the phases fix the order in which strategies apply: shard, schedule, memory,
 storage, comm. At most one strategy decides the order of the step, and one, per axis, how parameters are
@@ -11,46 +11,63 @@ stored.
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import StageCalls
+from meshwright.plan.strategy_state import StateSpec
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
+    import torch
+
     from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
     from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.runtime.module_patches import ModulePatches
     from meshwright.engine.runtime.rank_state import RankState
-    from meshwright.plan.plan import Plan
+    from meshwright.plan.plan import RankPlan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
+
+
+Handler = Callable[[Action], None]
+HandlerWrapper = Callable[[Handler], Handler]
 
 
 @dataclass(frozen=True)
 class Runtime:
     """The parts of the engine that strategies may use on a running rank, made for its own plan.
 
-    `params` gathers and reduces flat parameters; `collectives` are those inside blocks; `patches` replace and
-    wrap forwards of modules; `sequence_runner` takes the attention and the convolutions of a strategy that
-    shards the sequence.
+    `state` knows the operand of each action (`state.operand(action)`: the tensors that its collective reads
+    and writes), starts the collective that the plan states (`state.start_collective(action)`), and takes the
+    work of any other that a strategy starts in its place (`state.issue(action, work)`). `params` are the flat
+    parameters; `collectives` are those inside blocks; `patches` replace and wrap forwards of modules;
+    `sequence_runner` takes the attention and the convolutions of a strategy that shards the sequence.
+    `tensors` are those that the strategy has declared (`Strategy.states`), by key: "residual/head.weight".
     """
 
-    plan: "Plan"
+    plan: "RankPlan"
     state: "RankState"
     params: "FlatParamStore"
     collectives: "BlockCollectives"
     patches: "ModulePatches"
     sequence_runner: "FullSequenceRunner"
+    tensors: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
+    wrappers: list[tuple[str, HandlerWrapper]] = field(default_factory=list)
 
+    def wrap(self, kind: str, wrapper: HandlerWrapper) -> None:
+        """Makes `wrapper(handler)` the handler of `kind`, where `handler` is what it has been so far.
 
-Handler = Callable[[Action], None]
+        Strategies wrap in the order of their phases: that of the last phase sees an action first.
+        """
+        self.wrappers.append((kind, wrapper))
 
 
 @dataclass(frozen=True)
@@ -83,18 +100,24 @@ class Strategy(ABC):
         """Returns `sharding` with the layouts that this technique changes."""
         return sharding
 
-    def order_stage_calls(
-        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
-    ) -> Sequence[StageCalls]:
+    def order_stage_calls(self, stage_calls: Sequence[StageCalls], view: RankView) -> Sequence[StageCalls]:
         """Returns the order in which a rank goes through its block calls; by default unchanged."""
         return stage_calls
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        """Returns `program` with the actions that this technique adds, removes or moves."""
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        """Returns `program`, of the rank of `view`, with the actions that this technique adds, removes or
+        moves.
+        """
         return program
 
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
+        """Returns the tensors that this technique keeps from step to step, on the rank of `view`."""
+        return ()
+
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        """Returns the handlers for the kinds of action that this technique introduces."""
+        """Returns the handlers for the kinds of action that this technique introduces; wraps those of other
+        kinds that it changes (`runtime.wrap`).
+        """
         return {}
 
     def tolerance(self, sharding: ShardingPlan) -> float:

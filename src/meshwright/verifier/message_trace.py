@@ -33,14 +33,14 @@ from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.sharding.mesh import in_mesh_order
 
 DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
 MAX_SHOWN = 5  # diagnostics in the text of a verdict
@@ -152,7 +152,7 @@ def trace(
     if missing or not ranks:
         text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
-    planned = planned_collectives(plan)
+    planned = planned_collectives(plan.for_rank(0))
     traces = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
     diagnostics = [
         diagnostic
@@ -174,15 +174,15 @@ def trace(
     )
 
 
-def planned_collectives(plan: Plan) -> tuple[TracedMessage, ...]:
-    """Returns what each rank issues in one step, in the order of the program."""
+def planned_collectives(plan: RankPlan) -> tuple[TracedMessage, ...]:
+    """Returns what the rank of `plan` issues in one step, in the order of the program."""
     issued_by_action = ((action.name, move) for action in plan.actions for move in action.transfers)
     return tuple(
         TracedMessage(
             name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm
         )
         for name, move in issued_by_action
-        for axes in [tuple(axis for axis in AXES if axis in move.axes)]
+        for axes in [in_mesh_order(move.axes)]
     )
 
 
@@ -211,8 +211,8 @@ def trace_rank(
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
             unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
-            executor = Executor(
-                unguarded_plan,
+            executor = StepExecutor(
+                unguarded_plan.for_rank(rank),
                 RankState(subject, world, loss, works=works),
                 stateless_rng=_keep_all_rng(plan),
             )

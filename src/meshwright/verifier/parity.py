@@ -25,11 +25,11 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.sharding.mesh import in_mesh_order
+from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
@@ -53,6 +53,7 @@ class PlannedMessages:
         self._column_names = {column.name for column in columns}
         # by the shapes of one sample
         self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
+        self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
 
     def messages(
         self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]
@@ -63,7 +64,7 @@ class PlannedMessages:
         """
         actual, plans_by_shapes, known_messages = (
             self._parity_case.plan.for_rank(rank),
-            dict[BatchShapes, Plan](),
+            dict[BatchShapes, RankPlan](),
             dict[tuple[BatchShapes, ...], list[PlannedMessage]](),
         )
         for step, microbatches in enumerate(step_shapes):
@@ -75,7 +76,7 @@ class PlannedMessages:
                 )
             yield from ((step, message) for message in known_messages[microbatches])
 
-    def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> Plan:
+    def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> RankPlan:
         read_batch, lengths = (
             shapes[0][1][0],
             frozenset((name, shape[1:]) for name, shape in shapes if name in self._column_names),
@@ -85,11 +86,15 @@ class PlannedMessages:
             self._plans[lengths] = (
                 self._parity_case.plan if batch is None else self._parity_case.plan_for_batch(batch)
             )
-        shape_plan = self._plans[lengths].for_rank(rank)
-        return shape_plan if read_batch == shape_plan.micro_batch else shape_plan.with_micro_batch(read_batch)
+        plan = self._plans[lengths]
+        if read_batch != plan.micro_batch:
+            if (lengths, read_batch) not in self._last_batch_plans:
+                self._last_batch_plans[lengths, read_batch] = plan.with_micro_batch(read_batch)
+            plan = self._last_batch_plans[lengths, read_batch]
+        return plan.for_rank(rank)
 
 
-def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[PlannedMessage]:
+def planned_messages(plan: RankPlan, microbatch_plans: Sequence[RankPlan] = ()) -> list[PlannedMessage]:
     """Returns what each rank puts into collectives in one step, in the order of the program.
 
     `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
@@ -108,7 +113,7 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
         (
             action.name,
             move.collective,
-            tuple(axis for axis in AXES if axis in move.axes),
+            in_mesh_order(move.axes),
             move.nbytes,
             move.algorithm,
         )
@@ -171,7 +176,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     comparison.values("initial value", 0, subject.parameters, reference.initial_values)
     world.ledger.is_recording = True
     state = RankState(subject, world, parity_case.loss)
-    executor = Executor(
+    executor = StepExecutor(
         _with_compare_action(parity_case.plan.for_rank(world.rank)),
         state,
         stateless_rng=parity_case.make_rng(),
@@ -229,14 +234,14 @@ def make_verdict(
             key: _max_error(report.max_errors[key] for report in reports if key in report.max_errors)
             for key in COMPARED_QUANTITIES
         },
-        planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
+        planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan.for_rank(0))},
         cause=find_cause(found, parity_case) or ("incomplete" if missing else ""),
         first_difference=found[0] if found else None,
         num_other_differences=max(0, len(found) - 1),
         not_compared=missing,
         versions=dict(versions),
         reference="a replay of its weight versions in one process"
-        if stepped_microbatches(plan.actions)
+        if stepped_microbatches(plan.for_rank(0).actions)
         else "one device",
     )
 
@@ -295,7 +300,7 @@ def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -
 class _RankComparison:
     def __init__(self, parity_case: ParityCase, reference: Reference, report: RankReport) -> None:
         self._parity_case, self._reference, self._report = parity_case, reference, report
-        self.executor: Executor | None = None
+        self.executor: StepExecutor | None = None
         self.step = 0
         self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
 
@@ -385,7 +390,7 @@ class _RankComparison:
         )
 
 
-def _with_compare_action(plan: Plan) -> Plan:
+def _with_compare_action(plan: RankPlan) -> RankPlan:
     """Returns `plan` with COMPARE before CLIP, waiting for all that CLIP waits for.
 
     Without CLIP, before each STEP.
@@ -403,8 +408,7 @@ def _with_compare_action(plan: Plan) -> Plan:
             edited.append(action)
         return edited
 
-    program: Program = plan.program.edit(insert)
-    return replace(plan, program=program)
+    return replace(plan, role=replace(plan.role, actions=tuple(insert(list(plan.actions)))))
 
 
 def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 
 from meshwright.plan.event_loop import EventLoop
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Action, Program, Role
 from meshwright.plan.step.simulator import qualified_name
-from meshwright.plan.step.single_device_program import role_of
 
 
 def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
@@ -23,38 +23,36 @@ def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
     cursors = [0] * len(program.roles)
 
     def begin_actions(number: int, _: float) -> None:
-        role, actions = program.roles[number]
-        for action in islice(actions, cursors[number], None):
-            messages = _awaited_messages(role, action, partners)
+        role = program.roles[number]
+        for action in islice(role.actions, cursors[number], None):
+            messages = _awaited_messages(role.name, action, partners)
             if loop.arrival((side for each in messages for side in (each, partners[each])), number) is None:
                 return
-            loop.happen(qualified_name(role, action.name), 0.0, number)
+            loop.happen(qualified_name(role.name, action.name), 0.0, number)
             cursors[number] += 1
 
     loop.run(begin_actions)
-    for (role, actions), cursor in zip(program.roles, cursors, strict=True) if partners else ():
-        if cursor < len(actions):
-            at = actions[cursor]
+    for role, cursor in zip(program.roles, cursors, strict=True) if partners else ():
+        if cursor < len(role.actions):
+            at = role.actions[cursor]
             missing_messages = ", ".join(
                 name
-                for name in _awaited_messages(role, at, partners)
+                for name in _awaited_messages(role.name, at, partners)
                 if not {name, partners[name]} <= loop.happened.keys()
             )
             yield (
-                f"{role} stops at {at.name} and waits forever for {missing_messages}, whose other side "
+                f"{role.name} stops at {at.name} and waits forever for {missing_messages}, whose other side "
                 "does not begin"
             )
 
 
 def _message_partners(program: Program) -> Mapping[str, str]:
     found: dict[str, str] = {}
-    for role, actions in program.roles:
-        for action in (action for action in actions if action.stream == "recv"):
+    for role in program.roles:
+        for action in (action for action in role.actions if action.stream == "recv"):
+            name = qualified_name(role.name, action.name)
             for wait in action.waits:
-                found[wait], found[qualified_name(role, action.name)] = (
-                    qualified_name(role, action.name),
-                    wait,
-                )
+                found[wait], found[name] = name, wait
     return found
 
 
@@ -65,34 +63,28 @@ def _awaited_messages(role: str, action: Action, partners: Mapping[str, str]) ->
     return [name for name in names if name in partners]
 
 
-def check_message_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
+def check_message_order(plan: Plan, role: Role) -> Iterator[str]:
     """Yields messages of one rank to another that are not received in the order of sending, each once."""
     received = [
         wait
-        for action in actions
+        for action in role.actions
         if action.stream == "recv"
         for wait in action.waits
         if "/" in wait.split("(")[0]
     ]
-    for sender, listed in program.roles:
+    for sender in plan.program.roles:
         sent = [
-            qualified_name(sender, action.name)
-            for action in listed
-            if action.stream == "send" and _sends_to(action, role)
+            qualified_name(sender.name, action.name)
+            for action in sender.actions
+            if action.stream == "send"
+            and action.transfer is not None
+            and plan.peer_role(sender, action.transfer).name == role.name
         ]
-        received_here = [wait for wait in received if wait.startswith(f"{sender}/")]
+        received_here = [wait for wait in received if wait.startswith(f"{sender.name}/")]
         if sent != received_here:
             pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
             at = next(number for number, (one, other) in enumerate(pairs) if one != other)
             yield (
-                f"what {sender} sends {role} is received in another order: {pairs[at][0]} is matched with "
-                f"the receive for {pairs[at][1]}"
+                f"what {sender.name} sends {role.name} is received in another order: {pairs[at][0]} is "
+                f"matched with the receive for {pairs[at][1]}"
             )
-
-
-def _sends_to(action: Action, role: str) -> bool:
-    return (
-        action.transfer is not None
-        and action.transfer.peer is not None
-        and role_of({"pp": action.transfer.peer}) == role
-    )

@@ -85,7 +85,11 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         parity_case.make_rng(),
         parity_case.single_device_plan,
     )
-    replay = _WeightVersionReplay(parity_case, subject, rng) if alone(parity_case.plan.actions) else None
+    replay = (
+        _WeightVersionReplay(parity_case, subject, rng)
+        if alone(parity_case.plan.for_rank(0).actions)
+        else None
+    )
     trainable = subject.trainable_parameters
     block_of = {weight.name: weight.block_calls[0] for weight in plan.model_spec.params}
     reference = Reference(
@@ -140,12 +144,12 @@ class _WeightVersionReplay:
 
     def __init__(self, parity_case: ParityCase, subject: TrainedModule, rng: StatelessRNG | None) -> None:
         self._parity_case, self._subject, self._rng, self._plan = parity_case, subject, rng, parity_case.plan
-        roles = [actions for _, actions in parity_case.plan.program.roles]
+        plan = parity_case.plan
         # all ranks step with the same microbatches in the same order
-        (self._microbatch_order,) = {alone(actions) for actions in roles}
-        versions = [forward_versions(actions) for actions in roles]
+        (self._microbatch_order,) = {alone(role.actions) for role in plan.program.roles} - {()}
+        versions = [forward_versions(plan.stage_role(pp_rank).actions) for pp_rank in range(plan.mesh.pp)]
         self._version_by_param = {
-            weight.name: versions[parity_case.plan.sharding.pp_ranks_using(weight)[0]]
+            weight.name: versions[plan.sharding.pp_ranks_using(weight)[0]]
             for weight in parity_case.plan.model_spec.trainable
         }
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
-from meshwright.plan.step.program import Action, Program, transitive_waits
+from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
     CHECKPOINTED_FORWARD,
@@ -37,18 +37,19 @@ _FIX = (
 def static_checks(plan: Plan) -> list[Diagnostic]:
     """Returns every diagnostic of the plan's program; an empty list is the proof."""
     program, found = plan.program, list[tuple[str, str]]()  # location, and what is wrong there
-    for (role, actions), view in zip(program.roles, plan.role_plans(), strict=True):
+    for rank_plan in plan.role_plans():
+        role = rank_plan.role
         checks = (
-            _check_order(program, role, actions),
-            _check_memory(actions),
-            _check_updates(view, actions),
-            _check_gradients(view, actions),
-            _check_copies(view, actions),
-            _check_uses(view, actions),
-            _check_whole_batch(view, actions),
-            check_message_order(program, role, actions),
+            _check_order(program, role),
+            _check_memory(role.actions),
+            _check_updates(rank_plan, role.actions),
+            _check_gradients(rank_plan, role.actions),
+            _check_copies(rank_plan, role.actions),
+            _check_uses(rank_plan, role.actions),
+            _check_whole_batch(rank_plan, role.actions),
+            check_message_order(plan, role),
         )
-        found += [(f"program.{role}", text) for texts in checks for text in texts]
+        found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
     found += [("program", text) for text in find_unbuffered_deadlocks(program)]
     try:
@@ -58,9 +59,12 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
     return [Diagnostic(text, _FIX, location) for location, text in found]
 
 
-def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
-    everywhere = {qualified_name(other, action.name) for other, listed in program.roles for action in listed}
-    own_names = {qualified_name(role, action.name) for action in actions}
+def _check_order(program: Program, role: Role) -> Iterator[str]:
+    actions = role.actions
+    everywhere = {
+        qualified_name(other.name, action.name) for other in program.roles for action in other.actions
+    }
+    own_names = {qualified_name(role.name, action.name) for action in actions}
     at: dict[str, int] = {}
     passed_names: set[str] = set()
     for index, action in enumerate(actions):
@@ -68,12 +72,12 @@ def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iter
             yield f"{action.name} is listed twice, as actions {at[action.name]} and {index}"
         at[action.name] = index
         for wait in action.waits:
-            name = qualified_name(role, wait)
+            name = qualified_name(role.name, wait)
             if name not in everywhere:
                 yield f"{action.name} waits for {wait}, which no rank runs"
             elif name in own_names and name not in passed_names:
                 yield f"{action.name} waits for {wait}, which is later in the list"
-        passed_names.add(qualified_name(role, action.name))
+        passed_names.add(qualified_name(role.name, action.name))
     for action in actions:
         where = f"({action.subject}, {action.microbatch})"
         if (
@@ -125,11 +129,14 @@ def _check_memory(actions: Sequence[Action]) -> Iterator[str]:
         yield f"{taker} allocates {name}, and no action frees it"
 
 
-def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields problems of CLIP and STEP.
 
-    CLIP needs every gradient, STEP every weight, and STEP waits for CLIP.
+    CLIP needs every gradient, STEP every weight, and STEP waits for CLIP. A role without parameters updates
+    nothing.
     """
+    if not plan.view.param_shardings:
+        return
     if stepped_microbatches(actions):
         yield from _check_microbatch_updates(plan, actions)
         return
@@ -153,13 +160,13 @@ def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         yield "STEP does not wait for TOKEN_COUNT"
 
 
-def _weights_missing_in(plan: Plan, names: Iterable[str]) -> str:
+def _weights_missing_in(plan: RankPlan, names: Iterable[str]) -> str:
     present = set(names)
-    missing = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in present]
+    missing = [weight.name for weight in plan.view.model_spec.trainable if weight.name not in present]
     return f"{len(missing)} weights ({missing[0]}...)" if missing else ""
 
 
-def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_microbatch_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields problems of updates per microbatch.
 
     One STEP each, after its backwards and before those of another.
@@ -196,7 +203,7 @@ def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator
     )
 
 
-def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_gradients(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields gradients that are not reduced after their last backward and before CLIP starts."""
     movers: dict[str, list[Action]] = defaultdict(list)
     last: dict[str, int] = {}
@@ -220,7 +227,7 @@ def _check_gradients(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         for wait in action.waits
         for name in (wait, *unpacked.get(wait, ()))
     }
-    for param_sharding in plan.sharding.param_shardings:
+    for param_sharding in plan.view.param_shardings:
         weight = param_sharding.param
         last_completion = max(
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
@@ -295,11 +302,11 @@ def _check_microbatch_transfers(
             )
 
 
-def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_uses(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields sharded weights that are not gathered before a block uses them, or are freed before."""
     sharded = {
         param_sharding.param.name: param_sharding
-        for param_sharding in plan.sharding.param_shardings
+        for param_sharding in plan.view.param_shardings
         if param_sharding.flat_shard_axes
     }
     users: dict[str, list[str]] = defaultdict(list)
@@ -322,7 +329,7 @@ def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                     yield f"{action.name} uses {name} and does not wait for {unsharded[name]}"
 
 
-def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     for axis in plan.sharding.primary_rank_axes:
         broadcasts = [
             action
@@ -334,7 +341,7 @@ def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
 
 
-def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     model_spec = plan.model_spec
     if plan.num_data == 1 or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
         return

@@ -8,38 +8,37 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, zip_longest
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, transitive_waits
-from meshwright.plan.step.single_device_program import role_of
+from meshwright.plan.step.program import Action, Role, transitive_waits
 from meshwright.plan.step.tied_params import sums_grads
 
 
 def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields every problem of the sums of tied gradients along pp, each with its role."""
-    lists = [
-        [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
-    ]
-    if not any(lists):
+    if not any(map(_tied_sums, plan.program.roles)):
         return
-    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
+    for rank_plan in plan.role_plans():
+        role, view = rank_plan.role, rank_plan.view
         users = {
-            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in view.sharding.logical_param_shardings
+            param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
+            for param_sharding in view.logical_param_shardings
         }
-        for tied_sum in tied_sums:
-            yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
-    for one, other in combinations(range(len(lists)), 2):
-        own_names, other_names = (
-            list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
-        )
+        for tied_sum in _tied_sums(role):
+            yield from ((role.name, text) for text in _check_tied_sum(tied_sum, role.actions, users, plan))
+    for one, other in combinations(range(plan.mesh.pp), 2):
+        own_names, other_names = (list(_sums_with(a, b, plan)) for a, b in ((one, other), (other, one)))
         for left, right in zip_longest(own_names, other_names):
             if left != right:
                 differing = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
                 text = (
-                    f"its sums with {role_of({'pp': other})} along pp differ: {differing} are at the "
+                    f"its sums with {plan.stage_role(other).name} along pp differ: {differing} are at the "
                     "same place"
                 )
-                yield role_of({"pp": one}), text
+                yield plan.stage_role(one).name, text
                 break
+
+
+def _tied_sums(role: Role) -> list[Action]:
+    return [action for action in role.actions if action.kind == "REDUCE_TIED"]
 
 
 def _check_tied_sum(
@@ -64,12 +63,12 @@ def _check_tied_sum(
             )
 
 
-def _tied_sums_with(tied_sums: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
-    """Yields name, bytes and dtype of the sums in which the rank at `other` takes part.
+def _sums_with(pp_rank: int, other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
+    """Yields name, bytes and dtype of the sums of `pp_rank` in which the rank at `other` takes part.
 
     They must be equal on both.
     """
-    for tied_sum in tied_sums:
+    for tied_sum in _tied_sums(plan.stage_role(pp_rank)):
         if tied_sum.transfer is not None and other in _member_ranks(tied_sum, plan):
             yield tied_sum.name, tied_sum.transfer.nbytes, tied_sum.transfer.dtype
 

@@ -24,6 +24,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
@@ -51,7 +52,7 @@ class PlantedFault(Strategy):
             self.fault, []
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         if self.fault != "breaks":
             return program
         return program.edit(lambda actions: [action for action in actions if action.kind != "REDUCE"])

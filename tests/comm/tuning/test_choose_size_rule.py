@@ -16,7 +16,7 @@ from meshwright.comm.tuning.choose_size_rule import (
     predict_all_reduce_s,
 )
 from meshwright.comm.tuning.network_fit import group_into_series
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
 SIZES = tuple(1 << power for power in range(10, 27))
@@ -48,7 +48,7 @@ def cluster(
             )
             for n, s in product(ranks, SIZES)
         ]
-    return Cluster(VERSION, "", "", "", "gloo", per_host, FitError(0, 0), network, group_into_series(cells))
+    return Cluster("", "", "", "gloo", per_host, FitError(0, 0), network, group_into_series(cells))
 
 
 def apart(latency_s: float, bytes_per_s: float) -> NetworkModel:

@@ -15,7 +15,7 @@ from meshwright.comm.tuning.network_fit import (
     group_into_series,
     with_fit,
 )
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
 SIZES = tuple(1 << power for power in range(10, 25))
@@ -47,7 +47,7 @@ def timings(
 
 
 def cluster(network: NetworkModel, measured: list[AllReduceTiming]) -> Cluster:
-    return Cluster(VERSION, "", "", "", "gloo", 0, FitError(0, 0), network, group_into_series(measured))
+    return Cluster("", "", "", "gloo", 0, FitError(0, 0), network, group_into_series(measured))
 
 
 def test_times_that_a_network_made_are_given_back_by_the_network_that_is_fitted():

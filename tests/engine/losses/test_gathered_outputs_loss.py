@@ -157,9 +157,9 @@ def test_every_sample_that_the_loss_gathers_is_stated_to_the_byte():
 def test_samples_are_gathered_over_both_data_axes_at_once():
     split = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"))
     program = split[0].rewrite(
-        towers_plan(ANALYZED, Mesh()).program, towers_plan(ANALYZED, Mesh()).sharding, tiny_job()
+        towers_plan(ANALYZED, Mesh()).program, towers_plan(ANALYZED, Mesh()).rank_view(0), tiny_job()
     )
-    program = split[1].rewrite(program, towers_plan(ANALYZED, Mesh()).sharding, tiny_job())
+    program = split[1].rewrite(program, towers_plan(ANALYZED, Mesh()).rank_view(0), tiny_job())
     gathers = [action for action in program.actions(FIRST_ROLE) if action.kind == "GATHER"]
     assert len({action.name for action in gathers}) == len(gathers) == 4
     assert {action.transfer.axes for action in gathers if action.transfer} == {("dp_replicate", "dp_shard")}

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import Group, Work, World
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.plan import Plan
@@ -35,7 +35,7 @@ def plan_of(stage: int, micro_batch: int = 2) -> Plan:
 
 def on_ranks(
     stage: int,
-    body: Callable[[Executor, Callable[[], float]], object],
+    body: Callable[[StepExecutor, Callable[[], float]], object],
     world_of: Callable[[World], World] = lambda w: w,
 ):
     """Returns what `body` finds on each rank; its second argument plays a step and returns the norm of
@@ -61,10 +61,10 @@ def initial() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_element_is_stepped_by_one_rank(stage: int):
-    def pieces(executor: Executor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
-        owned = executor.flat_params.optimizer_params()
+    def pieces(executor: StepExecutor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
+        owned = executor.state.flat_params.optimizer_params()
         return {
-            name: (executor.flat_params.param_shard(name).begin, piece.detach().clone())
+            name: (executor.state.flat_params.param_shard(name).begin, piece.detach().clone())
             for name, piece in owned.items()
         }
 
@@ -77,13 +77,13 @@ def test_each_element_is_stepped_by_one_rank(stage: int):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_padding_is_packed_as_zeros_whatever_was_in_the_buffer(stage: int):
-    def poisoned(executor: Executor, step: Callable[[], float]) -> tuple[int, float]:
+    def poisoned(executor: StepExecutor, step: Callable[[], float]) -> tuple[int, float]:
         step()
-        for buffer in executor.flat_params._buffers.values():
+        for buffer in executor.state.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         step()
         padding = 0.0, 0
-        for held in executor.flat_params.by_param_group.values():
+        for held in executor.state.flat_params.by_param_group.values():
             ends = max((piece.shard_offset + piece.numel for piece in held.param_shards), default=0)
             padding = (
                 padding[0] + held.gradient[ends:].abs().sum().item(),
@@ -100,9 +100,9 @@ def test_padding_is_packed_as_zeros_whatever_was_in_the_buffer(stage: int):
 def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
     clean = on_ranks(stage, lambda executor, step: [step(), step()])
 
-    def poisoned(executor: Executor, step: Callable[[], float]) -> list[float]:
+    def poisoned(executor: StepExecutor, step: Callable[[], float]) -> list[float]:
         first = step()
-        for buffer in executor.flat_params._buffers.values():
+        for buffer in executor.state.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         return [first, step()]
 
@@ -111,15 +111,15 @@ def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_unsharded_weights_are_gathered_in_place_and_refreshed(stage: int):
-    def refreshed(executor: Executor, step: Callable[[], float]) -> bool:
+    def refreshed(executor: StepExecutor, step: Callable[[], float]) -> bool:
         step()
-        for held in executor.flat_params.by_param_group.values():
+        for held in executor.state.flat_params.by_param_group.values():
             assert held.shard.untyped_storage().data_ptr() == held.full_tensor.untyped_storage().data_ptr()
             assert held.shard.data_ptr() == held.full_tensor[held.shard_slice].data_ptr()
         whole = {name: value.clone() for name, value in executor.gather_parameters().items()}
         parameters = executor.state.trained_module.parameters
         stale = any(not torch.equal(parameters[name], value) for name, value in whole.items())
-        executor.flat_params.refresh_unsharded("TEST")
+        executor.state.flat_params.refresh_unsharded("TEST")
         assert all(torch.equal(parameters[name], value) for name, value in whole.items())
         return stale
 
@@ -127,13 +127,13 @@ def test_unsharded_weights_are_gathered_in_place_and_refreshed(stage: int):
 
 
 def test_a_gathered_block_is_complete():
-    def fetched(executor: Executor, step: Callable[[], float]) -> None:
+    def fetched(executor: StepExecutor, step: Callable[[], float]) -> None:
         step()
         whole, subject = executor.gather_parameters(), executor.state.trained_module
         for block, module in subject.blocks.items():
-            for buffer in executor.flat_params._buffers.values():
+            for buffer in executor.state.flat_params._buffers.values():
                 buffer.view(torch.uint8).fill_(7)
-            executor.flat_params.unshard_block(block, "TEST")
+            executor.state.flat_params.unshard_block(block, "TEST")
             mine = [
                 name
                 for name, p in subject.parameters.items()
@@ -189,9 +189,9 @@ class NotedWorld(World):
         self._world.close()
 
 
-def memory_of(executor: Executor) -> frozenset[int]:
+def memory_of(executor: StepExecutor) -> frozenset[int]:
     """The addresses of all that holds weights, gradients or moments."""
-    store = executor.flat_params
+    store = executor.state.flat_params
     tensors = [
         *executor.state.trained_module.parameters.values(),
         *store._buffers.values(),
@@ -200,14 +200,14 @@ def memory_of(executor: Executor) -> frozenset[int]:
     tensors += [piece.grad for piece in store.optimizer_params().values() if piece.grad is not None]
     for held in store.by_param_group.values():
         tensors += [each for each in (held.full_tensor, held.shard, held.gradient) if each is not None]
-    states = [held for optimizer in executor.optimizers for held in optimizer.state.values()]
+    states = [held for optimizer in executor.state.optimizers for held in optimizer.state.values()]
     tensors += [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
-    def traced(executor: Executor, step: Callable[[], float]) -> int:
+    def traced(executor: StepExecutor, step: Callable[[], float]) -> int:
         step()
         step()
         seen, held = [], []

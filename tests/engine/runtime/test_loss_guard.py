@@ -9,17 +9,18 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss_guard import LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.rank_state import Metrics
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.job import LossGuard, OptimizerConfig
+from meshwright.plan.strategy_state import guard_states
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, job_of, pair, sample_range
-from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, tiny_job, token_samples
+from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, tensors_of, tiny_job, token_samples
 
 DATA = token_samples(uneven=False)
 
 
 def harmful_steps(guard: LossGuard, *steps: tuple[float, float]) -> list[tuple[str, ...]]:
-    spikes = SpikeDetector(guard)
+    spikes = SpikeDetector(guard, tensors_of(guard_states(guard)))
     return [spikes.check_step(*step) for step in steps]
 
 
@@ -42,7 +43,8 @@ def test_a_number_far_above_its_median_is_harmful_once_the_window_is_full():
 
 
 def test_harmful_steps_do_not_become_usual():
-    spikes = SpikeDetector(LossGuard("skip", factor=2.0, window=2))
+    guard = LossGuard("skip", factor=2.0, window=2)
+    spikes = SpikeDetector(guard, tensors_of(guard_states(guard)))
     assert [bool(spikes.check_step(1.0, norm)) for norm in (1.0, 1.0, 5.0, 5.0, 5.0, 1.5)] == [
         False,
         False,
@@ -72,32 +74,37 @@ def test_a_loss_below_0_is_never_far_above():
 
 
 def test_the_window_comes_back_as_it_was_and_a_shorter_one_keeps_the_newest():
-    first = SpikeDetector(LossGuard("skip", factor=4.0, window=3))
+    saved = tensors_of(guard_states(LossGuard(window=3)))
+    first = SpikeDetector(LossGuard("skip", factor=4.0, window=3), saved)
     for step in ((1.0, 2.0), (0.1, 3.0), (1 / 3, 4.0), (1.1, 5.0), (nan, 1.0)):
         first.check_step(*step)
-    saved = first.state_dict()
     assert saved["window"].tolist() == [[0.1, 3.0], [1 / 3, 4.0], [1.1, 5.0]]
     assert saved["num_skipped_in_a_row"].item() == 1
-    second = SpikeDetector(LossGuard("skip", factor=4.0, window=2))
-    second.load_state_dict(saved)
-    assert second.state_dict()["window"].tolist() == [[1 / 3, 4.0], [1.1, 5.0]]
-    empty = SpikeDetector(LossGuard("skip")).state_dict()["window"]
-    assert empty.shape == (0, 2)
-    second.load_state_dict({"window": empty, "num_skipped_in_a_row": torch.tensor(0)})
-    assert second.state_dict()["window"].shape == (0, 2)
+    for window in (2, 4):
+        done = pair(job=job_of(**guarded("skip", factor=4.0, window=window)), micro_batch=4)
+        state_dict = done.executor.state_dict()
+        assert state_dict["state/guard/window"].isinf().all()
+        saved_names = {f"state/guard/{name}": tensor.clone() for name, tensor in saved.items()}
+        done.executor.load_state_dict({**state_dict, **saved_names}, 4)
+        resumed = done.executor.state_dict()["state/guard/window"]
+        rows = [[0.1, 3.0], [1 / 3, 4.0], [1.1, 5.0]][-window:]
+        assert resumed[-len(rows) :].tolist() == rows
+        assert resumed[: -len(rows)].isinf().all()
 
 
 def guarded(action: str, **more: float) -> dict[str, LossGuard]:
     return {"guard": LossGuard(action, **more)}
 
 
-def poison(executor: Executor, at: int, micro: int | None = None) -> None:
+def poison(executor: StepExecutor, at: int, micro: int | None = None) -> None:
     """Makes the loss of step `at` NaN on this executor's samples (one microbatch); later steps are right."""
     usual = executor.state.loss
 
     def total(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         found = usual.total(outputs, batch)
-        bad = executor.steps_done == at and (micro is None or batch is executor.state.microbatches[micro])
+        bad = executor.steps_done == at and (
+            micro is None or batch is executor.state.step.microbatches[micro]
+        )
         return found * nan if bad else found
 
     executor.state.loss = replace(usual, total=total)
@@ -111,11 +118,19 @@ def test_a_skipped_step_leaves_everything_as_it_was_and_the_next_one_goes_on(opt
     poison(done.executor, at=1)
     assert not done.executor.step(sample_range(DATA, 0, 12)).is_skipped
     before = bits(
-        {name: value for name, value in done.executor.state_dict().items() if not name.startswith("guard/")}
+        {
+            name: value
+            for name, value in done.executor.state_dict().items()
+            if not name.startswith("state/guard/")
+        }
     )
     metrics = done.executor.step(sample_range(DATA, 0, 12))
     after = bits(
-        {name: value for name, value in done.executor.state_dict().items() if not name.startswith("guard/")}
+        {
+            name: value
+            for name, value in done.executor.state_dict().items()
+            if not name.startswith("state/guard/")
+        }
     )
     assert metrics.is_skipped
     assert metrics.spike is not None

@@ -17,9 +17,10 @@ from meshwright.engine.runtime.mixed_precision import (
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
+from meshwright.plan.strategy_state import loss_scale_states
 from meshwright.run.training.trainer import Trainer
 from tests.engine.one_device import bits, job_of
-from tests.tiny_model import analyzed_model, token_samples
+from tests.tiny_model import analyzed_model, tensors_of, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
@@ -75,7 +76,7 @@ def test_every_parameter_takes_two_and_two_and_twelve_bytes(
     assert sizes["gradients"] == gradients * numel
     assert sizes.get("master", 0) == master * numel
     assert sizes["optimizer_states"] == optimizer_states * numel + counters
-    largest = max(param_group.numel for param_group in engine.plan.sharding.param_groups())
+    largest = max(param_group.numel for param_group in engine.plan.rank_view(0).param_groups)
     assert sizes["buckets"] == (4 * largest if master else 0)  # gradients are cast one group at a time
 
 
@@ -92,11 +93,11 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
     roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
     assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
     assert seen == {roles["gradients"]}
-    stepped = engine.executor.flat_params.optimizer_params()
+    stepped = engine.executor.state.flat_params.optimizer_params()
     assert {parameter.dtype for parameter in stepped.values()} == {roles["master"]}
     kept = [
         value
-        for optimizer in engine.executor.optimizers
+        for optimizer in engine.executor.state.optimizers
         for held in optimizer.state.values()
         for value in held.values()
     ]
@@ -222,7 +223,7 @@ def test_unscaled_gradients_come_from_the_executor(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.executor._actions.update.step = lambda engine=engine: found.append(
+        engine.executor.state.update.step = lambda engine=engine: found.append(
             engine.executor.gather_gradients()
         )
         engine.step(token_samples(12))
@@ -267,7 +268,8 @@ def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
 
 
 def test_gradients_that_overflow_at_no_scale_end_the_run():
-    scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0))
+    precision = PrecisionConfig(compute="float16", loss_scale=2.0)
+    scale = LossScale(precision, tensors_of(loss_scale_states(precision)))
     assert scale.update_on_overflow(inf, 1)
     with pytest.raises(
         PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""

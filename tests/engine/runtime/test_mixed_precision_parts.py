@@ -47,7 +47,7 @@ def steps(
     def rank(world: World) -> tuple[list[Metrics], list[bool]]:
         with parallelize(analyzed_model(), plan, world=world) as engine:
             found, moved = list[Metrics](), list[bool]()
-            square, store = FlatParamStore.compute_sqnorm, engine.executor.flat_params
+            square, store = FlatParamStore.compute_sqnorm, engine.executor.state.flat_params
 
             def planting() -> None:
                 held = next(iter(store.update_groups()), None)

@@ -3,12 +3,14 @@
 import torch
 from torch import nn
 
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.step.program import Action
 
 
 def state_of(parameters: dict[str, nn.Parameter]) -> RankState:
@@ -24,46 +26,38 @@ def test_trainable_parameters_are_those_that_require_gradients():
 def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradient():
     state = state_of({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))})
     state.buckets["0"] = GradBucket({"a": state.trained_module.parameters["a"]}, torch.float32)
-    assert state.action_tensor("0") is state.buckets["0"].buffer
-    assert state.action_tensor("b").tolist() == [0.0] * 3
-    assert state.action_tensor("b") is state.trained_module.parameters["b"].grad
+    assert state.operand(Action("REDUCE", "0")).output is state.buckets["0"].buffer
+    found = state.operand(Action("REDUCE", "b"))
+    assert found.output.tolist() == [0.0] * 3
+    assert found.input is found.output is state.trained_module.parameters["b"].grad
     state.trained_module.parameters["a"].grad = torch.ones(2)
-    assert state.action_tensor("a") is state.trained_module.parameters["a"].grad
+    assert state.operand(Action("REDUCE", "a")).output is state.trained_module.parameters["a"].grad
 
 
-def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
+def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_numbers():
     state = state_of({"a": nn.Parameter(torch.ones(2))})
-    for _ in range(2):
-        samples = {"x": torch.zeros(2)}
-        state.begin_step([samples], 1)
-        assert (
-            state.microbatches,
-            state.num_real_microbatches,
-            state.forward_passes,
-            state.final_glue,
-            state.works,
-        ) == (
-            [samples],
-            1,
+    for number in range(2):
+        state.begin_step(number)
+        step = state.step
+        assert (step.number, step.microbatches, step.forward_passes, step.final_glue, state.works) == (
+            number,
+            [],
             {},
             {},
             {},
         )
-        assert state.loss_sum.item() == 0
-        state.forward_passes[0], state.final_glue[0] = (
-            ForwardPass(lambda block_call: None),
-            (None, BlockCall("(outputs)")),
-        )
-        state.loss_sum += 3
-        state.step_totals += 1
-    state.clear_step()
-    assert (state.microbatches, state.forward_passes, state.final_glue, state.works) == ([], {}, {}, {})
-    assert state.loss_sum.item() == 3
-    assert state.step_totals.tolist() == [2, 2, 2, 2]
+        assert step.loss_sum.item() == 0
+        step.microbatches = [{"x": torch.zeros(2)}]
+        step.forward_passes[0] = ForwardPass(lambda block_call: None)
+        step.final_glue[0] = None, BlockCall("(outputs)")
+        state.works["REDUCE(0)"] = CompletedWork()
+        step.loss_sum += 3
+    state.end_step()
+    assert (step.microbatches, step.forward_passes, step.final_glue, state.works) == ([], {}, {}, {})
+    assert state.step.loss_sum.item() == 3
 
 
 def test_its_sums_are_on_the_device_of_its_rank():
     subject = TrainedModule(nn.Module(), {}, {}, ModelSpec("paper", (), (), (), ()), {})
     state = RankState(subject, single_rank_world(torch.device("meta")), token_cross_entropy())
-    assert {state.loss_sum.device.type, state.step_totals.device.type} == {"meta"}
-    assert state.grad_norm_tensor.device.type == "meta"
+    assert {state.step.loss_sum.device.type, state.step.grad_norm_tensor.device.type} == {"meta"}

@@ -26,9 +26,7 @@ def gathered_on_ranks(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     def rank(world: World) -> dict[str, torch.Tensor]:
         with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
-            return engine.executor.gather_parameters() | gather_full_buffers(
-                plan, engine.executor.state, "TEST"
-            )
+            return engine.executor.gather_parameters() | gather_full_buffers(engine.executor.state, "TEST")
 
     return run_on_threads(rank, mesh)
 
@@ -55,7 +53,7 @@ def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
     analyzed = analyze(frozen, sample_range(DATA, 0, 2))
     plan = make_plan(analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
     verdict = verify(analyzed, plan, [DATA] * 2)
-    assert not plan.for_rank(0).sharding.model_spec.trainable
+    assert not plan.for_rank(0).view.model_spec.trainable
     assert verdict.passed, verdict
 
 

@@ -15,7 +15,7 @@ from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import Metrics, RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
@@ -53,7 +53,7 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
     rates = []
     for _ in range(4):
         done.executor.step(BATCH)
-        rates.append([group["lr"] for group in done.executor.optimizers[0].param_groups])
+        rates.append([group["lr"] for group in done.executor.state.optimizers[0].param_groups])
     assert [pytest.approx(rate) for rate in rates] == [[0.3], [0.2], [0.1], [0.0]]
 
 
@@ -63,7 +63,7 @@ def test_a_stop_request_of_one_rank_reaches_all():
 
     def play(world) -> list[Metrics]:
         subject = make_trained_module(analyzed, world.device, torch.float64)
-        executor = Executor(plan, RankState(subject, world, token_cross_entropy()))
+        executor = StepExecutor(plan.for_rank(world.rank), RankState(subject, world, token_cross_entropy()))
         mine = sample_range(BATCH, 4 * world.rank, 4 * world.rank + 4)
         return [
             executor.step(None if world.rank == 2 else mine, stop=step == world.rank == 1)
@@ -141,7 +141,7 @@ def test_an_action_without_a_handler_is_refused():
         token_cross_entropy(),
     )
     with pytest.raises(PlanError, match=r"^program: no handler for EVICT, FETCH(?s:.*)`bind`"):
-        Executor(strange, state)
+        StepExecutor(strange.for_rank(0), state)
 
 
 class Buffered(Custom):
@@ -181,7 +181,7 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
     )
     batches = [sample_range(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]
 
-    def fresh() -> Executor:
+    def fresh() -> StepExecutor:
         return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).executor
 
     straight = fresh()

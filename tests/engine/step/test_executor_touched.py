@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from tests.tiny_model import TOKENS, WIDTH, analyzed_model, case_of, plan_of, verdict_of
@@ -54,9 +54,9 @@ class ShiftInBlock(Strategy):
     booked: int = RANKS
     back: int = -1
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         def change(actions: list[Action]) -> list[Action]:
-            samples = job.train.batch // sharding.mesh.world_size
+            samples = job.train.batch // view.plan.mesh.world_size
             sent = (Transfer("shift", (AXIS,), samples * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
             met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
             return [

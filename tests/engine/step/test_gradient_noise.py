@@ -15,13 +15,14 @@ from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import Metrics, RankState
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -33,6 +34,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, sample_range
 from tests.tiny_model import (
+    Tiny,
     analyzed_model,
     case_of,
     executor_of,
@@ -142,6 +144,30 @@ def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int
     assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-9)
 
 
+def half_frozen() -> nn.Module:
+    model = Tiny()
+    for module in (*model.layers[1:], model.head):
+        module.requires_grad_(False)
+    return model
+
+
+def test_a_stage_without_trained_parameters_takes_part():
+    analyzed = analyze(half_frozen, token_samples(2))
+
+    def noise_scales(mesh: Mesh, *strategies: Strategy) -> list[list[float | None]]:
+        plan = make_plan(analyzed, noisy(tiny_job()), mesh, strategies, 3)
+
+        def rank(world: World) -> list[float | None]:
+            executor = executor_of(analyzed, plan, world)
+            local_batches = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
+            return [executor.step(local_batches.batch(step)).noise_scale for step in range(3)]
+
+        return run_on_threads(rank, mesh)
+
+    (alone,) = noise_scales(Mesh())
+    assert noise_scales(Mesh(pp=2), Pipeline()) == [pytest.approx(alone)] * 2
+
+
 def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cast():
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
@@ -204,15 +230,16 @@ def test_noise_that_is_known_is_found(
     plan = make_plan(analyzed, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        executor = Executor(
-            plan, RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES)
+        executor = StepExecutor(
+            plan.for_rank(world.rank),
+            RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES),
         )
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):
             metrics = executor.step(
                 select_local_batch(sample_range(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
             )
-            averages.append(executor.state_dict()["noise/averages"].clone())
+            averages.append(executor.state_dict()["state/noise_scale/averages"].clone())
         executor.close()
         each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
         return torch.stack(each), metrics.noise_scale
@@ -258,7 +285,7 @@ def test_ranks_without_data_do_not_count_and_one_sample_group_gives_no_estimate(
         metrics, averages = [], []
         for with_data in (2, 1, 0):
             metrics.append(executor.step(given[world.rank] if world.rank < with_data else None))
-            averages.append(executor.state_dict()["noise/averages"])
+            averages.append(executor.state_dict()["state/noise_scale/averages"])
         executor.close()
         return model, averages, metrics
 
@@ -277,9 +304,12 @@ def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
     done = pair(job=noisy(job_of(guard=LossGuard("skip", factor=1.02, window=4))), micro_batch=4)
     data, skipped = token_samples(), 0
     for step in range(8):
-        before = done.executor.state_dict()["noise/averages"].clone()
+        before = done.executor.state_dict()["state/noise_scale/averages"].clone()
         metrics = done.executor.step(sample_range(data, step, step + 12))
-        assert torch.equal(before, done.executor.state_dict()["noise/averages"]) == metrics.is_skipped
+        assert (
+            torch.equal(before, done.executor.state_dict()["state/noise_scale/averages"])
+            == metrics.is_skipped
+        )
         skipped += metrics.is_skipped
     assert 0 < skipped < 8
 
@@ -306,7 +336,11 @@ def test_it_changes_no_result_and_passes_the_static_checks(
             executor.step(local_batches.batch(step))
         executor.close()
         return bits(
-            {name: value for name, value in executor.state_dict().items() if not name.startswith("noise/")}
+            {
+                name: value
+                for name, value in executor.state_dict().items()
+                if not name.startswith("state/noise_scale/")
+            }
         )
 
     off, on = (
@@ -347,12 +381,12 @@ def test_the_averages_come_back_as_they_were_and_begin_anew_without():
     for _ in range(3):
         first.executor.step(token_samples(12))
         plain.executor.step(token_samples(12))
-    assert "noise/averages" not in plain.executor.state_dict()
+    assert "state/noise_scale/averages" not in plain.executor.state_dict()
     second.executor.load_state_dict(
         {name: value.clone() for name, value in first.executor.state_dict().items()}, 3
     )
     assert first.executor.step(token_samples(12)) == second.executor.step(token_samples(12))
     second.executor.load_state_dict(plain.executor.state_dict(), 3)
-    assert second.executor.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
+    assert second.executor.state_dict()["state/noise_scale/averages"].tolist() == [0.0, 0.0]
     plain.executor.load_state_dict(first.executor.state_dict(), 3)
     assert plain.executor.step(token_samples(12)).noise_scale is None

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDriver, backward, backward_from
 from meshwright.model.blocks.split_backward import input_backward
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_work_share import block_shares
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.rank_work_share import BlockShare
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from tests.model.dissimilar_blocks import BLOCKS, ONCE, Chain
 from tests.parallel.tensor.odd_llama import analyzed_llama, llama
@@ -110,11 +111,15 @@ def under_way() -> tuple[nn.Module, BlockCall]:
     return model, forward_pass.block_calls["layer"]
 
 
+def layer_share() -> BlockShare:
+    """The planned share of the layer on one device."""
+    plan = ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec)
+    return RankView(plan, Mesh().coordinate(0)).work_share.block_shares["model.layers.0"]
+
+
 def test_each_half_of_a_llama_has_half_of_the_matrix_products():
     model, block_call = under_way()
-    share = block_shares(ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec))[
-        "model.layers.0"
-    ]
+    share = layer_share()
     with FlopCounterMode(display=False) as first:
         owed = input_backward(block_call)
     with FlopCounterMode(display=False) as second:
@@ -128,7 +133,6 @@ def test_each_half_of_a_llama_has_half_of_the_matrix_products():
 
 
 def test_memory_between_the_halves_equals_the_planned_memory():
-    sharding = ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec)
     _, block_call = under_way()
     owed = input_backward(block_call)
     left = (
@@ -138,7 +142,7 @@ def test_memory_between_the_halves_equals_the_planned_memory():
         if gradient is not None
     )
     nbytes = {storage._cdata: storage.nbytes() for storage in left}
-    assert sum(nbytes.values()) == 8 * block_shares(sharding)["model.layers.0"].deferred_grad_numel
+    assert sum(nbytes.values()) == 8 * layer_share().deferred_grad_numel
 
 
 def test_saved_activations_are_freed_by_the_second_half():

@@ -23,6 +23,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import FIRST_ROLE
@@ -93,7 +94,8 @@ class Rank:
     """The parts of one rank that a strategy for attention may use."""
 
     def __init__(self, world: World, space: ShardingPlan) -> None:
-        self.plan = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
+        view = RankView(space, world.mesh.coordinate(world.rank))
+        self.plan = SimpleNamespace(sharding=space, view=view)
         self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         self.beside: Conv1dImpl | None = None
         self._state: Any = SimpleNamespace(world=world, current_action="F")
@@ -207,7 +209,7 @@ def issued_transfers(entries: Sequence[LedgerEntry]) -> Sent:
 
 def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     """Returns what the program of `strategy` says of it."""
-    space = strategy.place(sharding_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
+    view = RankView(strategy.place(sharding_of(mesh, [given.attend])), mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
     job = Job(
         ModelConfig("tiny"),
@@ -216,7 +218,7 @@ def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
         precision=PrecisionConfig(dtype, dtype),
     )
     program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
-    actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
+    actions = strategy.rewrite(program, view, job).actions(FIRST_ROLE)
     return {
         action.kind: [
             (move.collective, move.num_ranks(mesh), move.nbytes, move.dtype)

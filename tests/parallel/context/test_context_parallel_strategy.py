@@ -25,7 +25,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Program, Transfer
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -102,7 +102,7 @@ def gather_transfers(plan: Plan, kind: str, subject: str = "") -> list[Transfer]
     """
     found = [
         action.inner_transfers
-        for action in plan.actions
+        for action in plan.for_rank(0).actions
         if action.kind == kind and subject in ("", action.subject)
     ]
     assert len(set(found)) == 1
@@ -193,8 +193,8 @@ def test_a_loop_over_samples_is_refused():
 
 
 def test_a_program_that_forgets_a_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def forgetful(program: Program, space: ShardingPlan, job: Job, axis: str) -> Program:
-        booked = glued(program, space, job, axis)
+    def forgetful(program: Program, view: RankView, job: Job, axis: str) -> Program:
+        booked = glued(program, view, job, axis)
         return booked.edit(
             lambda actions: [
                 replace(each, inner_transfers=()) if each.kind == "LOSS" else each for each in actions

@@ -26,6 +26,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, ConvSpec, SequenceInfo
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import num_positions
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
@@ -206,7 +207,7 @@ def planned_transfers(
 ) -> list[tuple[str, int, str]]:
     """Returns what the program of `strategy` says of it."""
     mesh = Mesh(cp=ranks)
-    space = strategy.place(sharding_of(mesh, convolve)).at_coordinate(mesh.coordinate(0))
+    view = RankView(strategy.place(sharding_of(mesh, convolve)), mesh.coordinate(0))
     job = Job(
         ModelConfig("tiny"),
         DataConfig("random"),
@@ -214,7 +215,7 @@ def planned_transfers(
         precision=PrecisionConfig("float64", "float64"),
     )
     program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
-    actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
+    actions = strategy.rewrite(program, view, job).actions(FIRST_ROLE)
     return [
         (move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers
     ]
@@ -250,14 +251,21 @@ def test_transfers_are_in_forward_order_and_reversed_in_backward() -> None:
     )
     late = replace(SHORT, left_halo=1, right_halo=1, num_prior_attention_calls=1)
     plan = planned(RingAttention(), SHORT, late, attends=(attend,))
-    inner = {action.kind: action.inner_transfers for action in plan.actions if action.subject == LAYER}
+    inner = {
+        action.kind: action.inner_transfers for action in plan.for_rank(0).actions if action.subject == LAYER
+    }
     assert [each.collective for each in inner["F"]] == ["all_gather", "shift", "shift", "all_gather"]
     assert [each.collective for each in inner["B"]] == ["reduce_scatter", *["shift"] * 4, "reduce_scatter"]
 
 
 def test_halos_are_sent_in_the_compute_dtype() -> None:
     plan = planned(RingAttention(), SHORT, precision=PrecisionConfig(compute="bfloat16"))
-    moves = [move for action in plan.actions if action.subject == LAYER for move in action.inner_transfers]
+    moves = [
+        move
+        for action in plan.for_rank(0).actions
+        if action.subject == LAYER
+        for move in action.inner_transfers
+    ]
     assert {(move.dtype, move.nbytes) for move in moves} == {
         ("bfloat16", 2 * 4 * 8 * 2 * 2),
         ("bfloat16", 3 * 2 * 4 * 8 * 2 * 2),

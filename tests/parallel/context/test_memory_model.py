@@ -10,6 +10,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.planner.program_cost.rank_memory import peak_nbytes
@@ -26,7 +27,7 @@ JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfi
 def test_heads_that_several_ranks_need_are_counted_on_each(heads: int, groups: int, sent: int):
     attend = AttentionSpec("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
     found = exchange_memory(
-        sharding_of(Mesh(cp=4), [attend]),
+        RankView(sharding_of(Mesh(cp=4), [attend]), Mesh(cp=4).coordinate(0)),
         JOB,
         SequenceSharding(4, num_inner_ranks=4, zigzag=False),
         attend,
@@ -38,10 +39,8 @@ def test_heads_that_several_ranks_need_are_counted_on_each(heads: int, groups: i
 
 def test_without_an_exchange_no_memory_is_added():
     attend = AttentionSpec("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
-    assert (
-        exchange_memory(sharding_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, NUM_SAMPLES)
-        == AttentionMemory()
-    )
+    view = RankView(sharding_of(Mesh(cp=4), [attend]), Mesh(cp=4).coordinate(0))
+    assert exchange_memory(view, JOB, SequenceSharding(4), attend, NUM_SAMPLES) == AttentionMemory()
 
 
 def planned_excess(pool: ProcessPool, how: str) -> list[float]:

@@ -73,7 +73,7 @@ def first_transfers(actions: Sequence[Action], kind: str, subject: str = LAYERS[
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_follow_the_formula(ranks: int) -> None:
-    actions = plan(ranks).actions
+    actions = plan(ranks).for_rank(0).actions
     each = (
         2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
     )  # 2 b (N/P) h (k/a) (P-1) elements of float32
@@ -113,8 +113,8 @@ def test_the_program_states_what_the_rounds_send(ranks: int, wire: Any, balance:
     run(given, ranks, balance=balance, shift=noting, wire=torch.bfloat16 if wire else None)
     ring, said = RingAttention(load_balance=balance, comm_dtype=wire), plan(ranks)
     moves = [
-        *ring._forward_transfers(said.sharding, said.job, attend, 2),
-        *ring._backward_transfers(said.sharding, said.job, attend, 2),
+        *ring._forward_transfers(said.rank_view(0), said.job, attend, 2),
+        *ring._backward_transfers(said.rank_view(0), said.job, attend, 2),
     ]
     booked = [(move.nbytes, move.dtype) for move in moves]
     assert len(booked) == 3 * (ranks - 1)
@@ -122,7 +122,7 @@ def test_the_program_states_what_the_rounds_send(ranks: int, wire: Any, balance:
 
 
 def test_gradients_are_sent_in_float32_where_keys_are_in_bfloat16() -> None:
-    actions = plan(3, compute="bfloat16").actions
+    actions = plan(3, compute="bfloat16").for_rank(0).actions
     assert [move.dtype for move in first_transfers(actions, "F")] == ["bfloat16"] * 2
     assert [move.dtype for move in first_transfers(actions, "B")] == [
         "bfloat16",
@@ -130,7 +130,7 @@ def test_gradients_are_sent_in_float32_where_keys_are_in_bfloat16() -> None:
         "float32",
         "float32",
     ]
-    wired = plan(3, RingAttention(comm_dtype="bfloat16"), DDP("cp")).actions
+    wired = plan(3, RingAttention(comm_dtype="bfloat16"), DDP("cp")).for_rank(0).actions
     assert [move.dtype for move in first_transfers(wired, "F")] == ["bfloat16"] * 2
 
 
@@ -143,7 +143,7 @@ def test_a_length_that_does_not_divide_sends_the_longest_shard() -> None:
     )
     most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
-    assert [move.nbytes for move in first_transfers(plan(3, tokens=tokens).actions, "F")] == [
+    assert [move.nbytes for move in first_transfers(plan(3, tokens=tokens).for_rank(0).actions, "F")] == [
         NUM_SAMPLES * 3 * most * 16 * 4
     ] * 2
 
@@ -153,19 +153,23 @@ def test_no_gradient_is_sent_back_where_none_is_needed() -> None:
         TOKENS,
         attention_calls=(replace(TOKENS.attention_calls[0], needs_grad=False), TOKENS.attention_calls[1]),
     )
-    actions = plan(3, tokens=tokens).actions
+    actions = plan(3, tokens=tokens).for_rank(0).actions
     assert len(first_transfers(actions, "F")) == 2
     assert first_transfers(actions, "B") == ()
     assert len(first_transfers(actions, "B", LAYERS[1])) == 4
 
 
 def test_a_recomputed_forward_shifts_again() -> None:
-    actions = plan(3, RingAttention(), DDP("cp"), ActivationCheckpointing(blocks=("model.layers.*",))).actions
+    actions = (
+        plan(3, RingAttention(), DDP("cp"), ActivationCheckpointing(blocks=("model.layers.*",)))
+        .for_rank(0)
+        .actions
+    )
     assert [len(first_transfers(actions, kind)) for kind in ("F_CHECKPOINTED", "RECOMPUTE", "B")] == [2, 2, 4]
 
 
 def test_every_micro_batch_shifts_its_own_samples() -> None:
-    whole, halves = plan(3).actions, plan(3, micro=2).actions
+    whole, halves = plan(3).for_rank(0).actions, plan(3, micro=2).for_rank(0).actions
     assert [2 * move.nbytes for move in first_transfers(halves, "B")] == [
         move.nbytes for move in first_transfers(whole, "B")
     ]
@@ -174,7 +178,9 @@ def test_every_micro_batch_shifts_its_own_samples() -> None:
 
 def test_a_backward_holds_what_travels_in_it() -> None:
     def scratch(ranks: int) -> int:
-        (backward,) = [each for each in plan(ranks).actions if each.kind == "B" and each.subject == LAYERS[0]]
+        (backward,) = [
+            each for each in plan(ranks).for_rank(0).actions if each.kind == "B" and each.subject == LAYERS[0]
+        ]
         return next(hold.nbytes for hold in backward.allocations if hold.name == "scratch")
 
     message = [2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
@@ -184,7 +190,7 @@ def test_a_backward_holds_what_travels_in_it() -> None:
 def test_the_numbers_of_a_step_are_summed_along_the_ring() -> None:
     found = {
         action.kind: action.transfer
-        for action in plan(3).actions
+        for action in plan(3).for_rank(0).actions
         if action.kind in ("TOKEN_COUNT", "LOSS_SUM")
     }
     assert {
@@ -206,8 +212,8 @@ def test_with_tensor_parallelism_a_rank_shifts_its_own_heads(
     whole = plan(3, *order, DDP("cp"), tp=2)
     for rank, groups in ((0, 2), (1, 1)):  # three groups of heads on two ranks
         mine = whole.for_rank(rank)
-        assert local_heads(mine.sharding, TOKENS.attention_calls[0]) == (2 * groups, groups)
-        assert local_heads(mine.sharding, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (
+        assert local_heads(mine.view, TOKENS.attention_calls[0]) == (2 * groups, groups)
+        assert local_heads(mine.view, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (
             2 * groups,
             2 * groups,
         )  # repeated by the model
@@ -225,8 +231,8 @@ def test_with_more_ranks_than_key_heads_each_has_those_of_its_queries(rank: int,
     mine = plan(1, RingAttention(), TensorParallel(), DDP("cp"), tp=4).for_rank(
         rank
     )  # two query heads share a key: one key for two, if both are here
-    assert local_heads(mine.sharding, TOKENS.attention_calls[0]) == (heads, 1)
-    assert local_heads(mine.sharding, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (heads, heads)
+    assert local_heads(mine.view, TOKENS.attention_calls[0]) == (heads, 1)
+    assert local_heads(mine.view, replace(TOKENS.attention_calls[0], num_kv_heads=6)) == (heads, heads)
 
 
 def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -83,9 +83,9 @@ def plan_of(
     return make_plan(analyzed, tiny_job(optimizer=RULES[rule]), mesh, strategies, micro_batch)
 
 
-def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
+def trained(executor: StepExecutor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """All parameters, whole, after that many steps more."""
-    local_batches = open_local_batches(ExampleDataset(token_samples()), executor.plan, world.rank)
+    local_batches = open_local_batches(ExampleDataset(token_samples()), executor.state.plan, world.rank)
     for step in range(executor.steps_done, executor.steps_done + steps):
         executor.step(local_batches.batch(step % 2))
     return {name: value.clone() for name, value in executor.gather_parameters().items()}

@@ -13,6 +13,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R, S
 from meshwright.plan.step.single_device_program import (
@@ -36,6 +37,7 @@ from tests.tiny_model import (
 )
 
 SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3, dp_shard=2), SyntheticModel().model_spec)
+VIEW = RankView(SPACE, SPACE.mesh.coordinate(0))
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +57,9 @@ def test_samples_are_split_and_gradients_become_partial():
 
 def test_only_the_two_numbers_of_the_step_are_sent():
     alone = single_device_program(
-        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+        VIEW, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
     )
-    split = BatchSplit().rewrite(alone, SPACE, tiny_job())
+    split = BatchSplit().rewrite(alone, VIEW, tiny_job())
     sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(FIRST_ROLE) if a.transfer}
     assert sent == dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM"), ("all_reduce", ("dp_replicate",)))
     assert [a.name for a in split.actions(FIRST_ROLE)] == [a.name for a in alone.actions(FIRST_ROLE)]
@@ -76,8 +78,10 @@ def test_a_loss_of_the_whole_batch_gathers_its_outputs_and_one_count_per_shared_
         needs_global_batch=True,
     )
     space = ShardingPlan.one_device(SPACE.mesh, model_spec)
-    alone = single_device_program(space, tiny_job(), 1, sequential_stage_calls(model_spec.block_calls, 1))
-    actions = BatchSplit().rewrite(alone, BatchSplit().place(space), tiny_job()).actions(FIRST_ROLE)
+    view = RankView(space, space.mesh.coordinate(0))
+    alone = single_device_program(view, tiny_job(), 1, sequential_stage_calls(model_spec.block_calls, 1))
+    view = RankView(BatchSplit().place(space), view.coordinate)
+    actions = BatchSplit().rewrite(alone, view, tiny_job()).actions(FIRST_ROLE)
     local = tiny_job().train.batch // 3
     sent = {a.subject: a.transfer.nbytes for a in actions if a.kind == "GATHER" and a.transfer}
     # batch_info: the number of samples, and a sum of the one output that ranks share
@@ -88,10 +92,10 @@ def test_a_loss_of_the_whole_batch_gathers_its_outputs_and_one_count_per_shared_
 
 def test_two_split_axes_share_their_messages():
     program = single_device_program(
-        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+        VIEW, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
     )
     for axis in ("dp_replicate", "dp_shard"):
-        program = BatchSplit(axis).rewrite(program, SPACE, tiny_job())
+        program = BatchSplit(axis).rewrite(program, VIEW, tiny_job())
     assert {a.transfer.axes for a in program.actions(FIRST_ROLE) if a.transfer} == {
         ("dp_replicate", "dp_shard")
     }

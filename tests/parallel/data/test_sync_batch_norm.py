@@ -104,7 +104,7 @@ def test_it_equals_one_device(analyzed: mw.AnalyzedModel, name: str):
 
 def test_it_sends_two_numbers_per_channel_and_their_count(analyzed: mw.AnalyzedModel):
     plan = planned(analyzed, mw.Mesh(dp_replicate=3))
-    (actions,) = (actions for _, actions in plan.program.roles)
+    (actions,) = (role.actions for role in plan.program.roles)
     found = [
         (action.kind, move.collective, move.nbytes)
         for action in actions
@@ -202,7 +202,7 @@ def test_frozen_batch_norms_send_nothing():
 
     analyzed = mw.analyze(frozen, samples(4), loss=LOSS)
     plan = planned(analyzed, mw.Mesh(dp_replicate=3))
-    assert not any(action.inner_transfers for _, actions in plan.program.roles for action in actions)
+    assert not any(action.inner_transfers for role in plan.program.roles for action in role.actions)
     assert "sync_batch_norm" not in str(plan)
 
 

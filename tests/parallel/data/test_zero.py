@@ -65,7 +65,7 @@ def gather_nbytes(plan: Plan, dtype: str) -> int:
     ranks = plan.mesh.dp_shard
     return sum(
         (ranks - 1) * -(-sum(w.numel for w in b.params) // ranks) * FLOAT_NBYTES[dtype]
-        for b in plan.sharding.param_groups()
+        for b in plan.rank_view(0).param_groups
     )
 
 
@@ -107,7 +107,7 @@ def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str
         {key: value[: plan.local_batch] for key, value in token_samples().items()}
     )
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
-    assert issued == planned_messages(plan)
+    assert issued == planned_messages(plan.for_rank(world.rank))
     return dict(world.ledger.sent_nbytes)
 
 

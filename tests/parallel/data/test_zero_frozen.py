@@ -139,7 +139,7 @@ def test_a_model_made_in_one_dtype_follows_the_job():
 
 
 def test_parameter_groups_of_frozen_weights_have_one_dtype_each():
-    names = [param_group.name for param_group in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
+    names = [param_group.name for param_group in planned(mixed(), 2, 3).rank_view(0).frozen_param_groups]
     assert sorted(names) == sorted(
         [
             "embed+head frozen",
@@ -158,7 +158,7 @@ def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
         for action in plan.program.actions(FIRST_ROLE)
         if action.kind == "UNSHARD"
     }
-    for param_group in plan.sharding.param_groups(frozen=True):
+    for param_group in plan.rank_view(0).frozen_param_groups:
         move = moves[tuple(weight.name for weight in param_group.params)]
         width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[param_group.params[0].dtype]
         assert (move.dtype, move.nbytes) == (
@@ -175,8 +175,8 @@ def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
     def rank(world: World) -> list[torch.dtype]:
         executor = executor_of(analyzed, plan, world)
         executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
-        held = executor.flat_params.by_param_group.values()
-        assert not frozen & set(executor.flat_params.optimizer_params())
+        held = executor.state.flat_params.by_param_group.values()
+        assert not frozen & set(executor.state.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
         assert executor.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
         return [
@@ -253,9 +253,7 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
         assert (weight.trainable, weight.aliases) == (not last, ("head.weight",))
         plan = planned(analyzed, 3, 3)
         param_group = next(
-            param_group
-            for param_group in plan.sharding.param_groups(frozen=last)
-            if weight in param_group.params
+            param_group for param_group in plan.rank_view(0).all_param_groups if weight in param_group.params
         )
         assert param_group.block_calls == ("embed", "head")
         verdict = verdict_of(case_of(analyzed, plan))

@@ -63,7 +63,7 @@ def test_flat_params_are_sharded_at_the_alignment_of_the_optimizer(analyzed: Ana
     plan = plan_of(analyzed, rule, 3)
     weights = {weight.name: weight for weight in plan.model_spec.params}
     found = set()
-    for flat_param in plan.sharding.flat_param_specs().values():
+    for flat_param in plan.rank_view(0).flat_param_specs.values():
         for piece in (piece for index in range(3) for piece in flat_param.param_shards(index)):
             grain, numel = shard_alignment_of(RULES[rule], weights[piece.name]), weights[piece.name].numel
             step = {"element": 1, "block": QUANT_BLOCK_NUMEL, "matrix": numel}[grain]
@@ -82,7 +82,9 @@ def test_verify_shards_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
     batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
     verdict = verify(analyzed, plan, batches)
     assert verdict.passed, str(verdict)
-    assert verdict.planned_nbytes == {name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)}
+    assert verdict.planned_nbytes == {
+        name: nbytes for name, _, _, nbytes, _ in planned_messages(plan.for_rank(0))
+    }
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion_bf16", "several"])
@@ -116,7 +118,7 @@ def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: 
     def live(world: World) -> tuple[int, int]:
         executor = executor_of(analyzed, plan, world)
         trained(executor, world, 1)
-        states = [held for optimizer in executor.optimizers for held in optimizer.state.values()]
+        states = [held for optimizer in executor.state.optimizers for held in optimizer.state.values()]
         kept = [
             value
             for held in states
@@ -124,7 +126,7 @@ def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: 
             if isinstance(value, torch.Tensor) and key != "step"
         ]
         law = 0
-        for name, parameter in executor.flat_params.optimizer_params().items():
+        for name, parameter in executor.state.flat_params.optimizer_params().items():
             how = param_optimizer(RULES[rule], weights[name])
             law += optimizer_state_nbytes(how.optimizer, tuple(parameter.shape), 8, how.momentum)
         return sum(value.nbytes for value in kept), law

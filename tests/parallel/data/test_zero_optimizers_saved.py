@@ -118,7 +118,10 @@ def test_optimizer_states_keep_their_dtype_when_weights_get_master_weights(
             executor.load_state_dict(load_tensors(path)[0], 2)
         trained(executor, world, 2)
         states = [
-            value for each in executor.optimizers for held in each.state.values() for value in held.values()
+            value
+            for each in executor.state.optimizers
+            for held in each.state.values()
+            for value in held.values()
         ]
         dtypes = {value.dtype for value in states if isinstance(value, torch.Tensor)}
         return save_tensors(

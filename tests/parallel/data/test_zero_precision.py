@@ -79,7 +79,7 @@ def step(engine: Trainer, steps: int = 1) -> None:
 
 def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter as a checkpoint would hold it: the master, gathered."""
-    store = engine.executor.flat_params
+    store = engine.executor.state.flat_params
     found = {
         name: store.master_weights.exact_value(name, p).clone()
         for name, p in engine.executor.state.trained_module.parameters.items()
@@ -95,17 +95,19 @@ def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
 def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ranks: int):
     plan = sharded(zero, ranks, job_in(MIXED))
-    padded = sum(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
-    largest = max(flat_param.shard_numel for flat_param in plan.sharding.flat_param_specs().values())
+    padded = sum(flat_param.numel for flat_param in plan.rank_view(0).flat_param_specs.values())
+    largest = max(flat_param.shard_numel for flat_param in plan.rank_view(0).flat_param_specs.values())
 
     def sizes(engine: Trainer) -> dict[str, int]:
         step(engine)
-        held = [value for each in engine.executor.optimizers[0].state.values() for value in each.values()]
+        held = [
+            value for each in engine.executor.state.optimizers[0].state.values() for value in each.values()
+        ]
         moments = sum(value.nbytes for value in held if value.ndim)
         return {
             **engine.executor.memory_by_category(),
             "optimizer_states": moments,
-            "cast": engine.executor._update.nbytes,
+            "cast": engine.executor.state.update.nbytes,
         }
 
     found = on_ranks(plan, sizes)
@@ -151,7 +153,7 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(
         ]
 
     for entries in on_ranks(plan, issued):
-        assert [entry[:5] for entry in entries] == planned_messages(plan)
+        assert [entry[:5] for entry in entries] == planned_messages(plan.for_rank(0))
         assert {entry[5] for entry in entries if entry[0].startswith("UNSHARD")} == {precision.parameters}
         assert {entry[5] for entry in entries if entry[0].startswith("REDUCE")} == {precision.reduce}
         assert all(entry[3] % FLOAT_NBYTES[entry[5]] == 0 for entry in entries)
@@ -279,7 +281,7 @@ def test_master_weights_optimizer_states_and_loss_scale_are_saved_and_loaded_exa
 def test_master_weights_recreated_from_rounded_weights_are_noticed():
     def trained(engine: Trainer, *, rounded: bool) -> dict[str, bytes]:
         step(engine, 2)
-        for held in engine.executor.flat_params.by_param_group.values() if rounded else ():
+        for held in engine.executor.state.flat_params.by_param_group.values() if rounded else ():
             held.optimizer_tensor.copy_(held.shard)
         step(engine)
         return bits(gathered_masters(engine))

@@ -156,8 +156,10 @@ def test_ddp_sends_two_n_minus_one_nths_over_both_axes():
 def test_zero_sends_n_minus_one_shards_each_way(stage: int):
     analyzed = analyzed_model()
     plan = of(analyzed, BOTH, (SHARD, SHARDED, ZeRO(stage=stage)))
-    shards = sum(flat_param.shard_numel for flat_param in plan.sharding.flat_param_specs().values()) * 8
-    gathers = sum(action.kind == "UNSHARD" for action in plan.actions) / len(plan.sharding.flat_param_specs())
+    shards = sum(flat_param.shard_numel for flat_param in plan.rank_view(0).flat_param_specs.values()) * 8
+    gathers = sum(action.kind == "UNSHARD" for action in plan.for_rank(0).actions) / len(
+        plan.rank_view(0).flat_param_specs
+    )
     for summed, gathered in run_on_threads(lambda world: sent_both(analyzed, plan, world), plan.mesh):
         assert summed == 5 * shards
         assert gathered == 5 * shards if gathers == 1 else gathered > 5 * shards
@@ -182,14 +184,14 @@ def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float
     executor = executor_of(analyzed, plan, world)
     executor.step({key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
-    assert issued == planned_messages(plan)
+    assert issued == planned_messages(plan.for_rank(world.rank))
     executor.close()
     return dict(world.ledger.sent_nbytes)
 
 
 def test_flat_params_are_sharded_over_both_axes_in_rank_order():
     plan = synthetic_plan(BOTH, SHARD, SHARDED, ZeRO(), paper=SyntheticModel(layers=2, numel=100))
-    for flat_param in plan.sharding.flat_param_specs().values():
+    for flat_param in plan.rank_view(0).flat_param_specs.values():
         assert (flat_param.axes, flat_param.num_ranks, flat_param.shard_numel) == (("dp_shard", "cp"), 6, 17)
         pieces = [
             flat_param.param_shards(plan.mesh.index(plan.mesh.coordinate(rank), flat_param.axes))
@@ -208,11 +210,11 @@ def test_flat_params_are_sharded_over_both_axes_in_rank_order():
 def test_parameter_groups_are_named_as_without_context_parallelism():
     names = [
         param_group.name
-        for param_group in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).sharding.param_groups()
+        for param_group in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).rank_view(0).param_groups
     ]
     assert names == [
         param_group.name
-        for param_group in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
+        for param_group in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).rank_view(0).param_groups
     ]
 
 

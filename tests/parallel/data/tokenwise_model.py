@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import P, R, S
@@ -33,7 +34,7 @@ class TokenSharding(Strategy):
         )
         return sharded.map_param_shardings(self._with_partial_grads)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: [self._reduced_over_axis(action) for action in actions])
 
     def _with_partial_grads(self, param_sharding: ParamSharding) -> ParamSharding:
@@ -60,7 +61,7 @@ class ReducesOver(Strategy):
     phase: ClassVar[StrategyPhase] = "comm"
     axes: tuple[str, ...] = ()
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: [self._with_axes(action) for action in actions])
 
     def _with_axes(self, action: Action) -> Action:

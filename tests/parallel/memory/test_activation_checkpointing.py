@@ -105,7 +105,7 @@ def test_a_recompute_waits_for_the_all_gather_of_its_weights(stage: int, micro_b
 def test_the_inside_of_one_block_at_a_time_is_held():
     job_bytes = 4 * 8  # samples, bytes of a float64
     usual, lean = (
-        planned_memory(synthetic_plan(*mine).program, {})[1]["activations"]
+        planned_memory(synthetic_plan(*mine).actions, {})[1]["activations"]
         for mine in ((), (ActivationCheckpointing(),))
     )
     handed = 5 * 10 + 10  # by each block, and the gradient of what the last one hands on

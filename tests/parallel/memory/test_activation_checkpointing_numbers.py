@@ -95,7 +95,7 @@ def assert_bitwise_equal_without(
     analyzed = analyze(build, token_samples(2), loss=token_cross_entropy())
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
     lean, usual = (make_plan(analyzed, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
-    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
+    assert {action.kind for role in lean.program.roles for action in role.actions} >= {
         "F_CHECKPOINTED",
         "RECOMPUTE",
     }
@@ -202,7 +202,7 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
 def test_a_llama_with_dropout_equals_one_device(store: str):
     analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2), loss=token_cross_entropy())
     plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
-    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
+    assert [a.subject for role in plan.program.roles for a in role.actions if a.kind == "F_CHECKPOINTED"][
         :3
     ] == [f"model.layers.{i}" for i in range(3)]
     verdict = verdict_of(case_of(analyzed, plan))
@@ -231,7 +231,7 @@ def test_submodules_declared_as_blocks_are_selected_by_name():
         Mesh(dp_shard=3),
         (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))),
     )
-    leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"]
+    leans = [a.subject for role in plan.program.roles for a in role.actions if a.kind == "F_CHECKPOINTED"]
     assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
     verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)

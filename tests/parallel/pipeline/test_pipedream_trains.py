@@ -170,7 +170,8 @@ def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
         (each.virtual_stage, each.microbatch): each.forward
         for each in weight_versions(pipedream_schedule(ranks, micros))
     }
-    for stage, (_, actions) in enumerate(plan.program.roles):
+    for stage in range(ranks):
+        actions = plan.stage_role(stage).actions
         assert forward_versions(actions) == {micro: law[stage, micro] for micro in range(micros)}
         assert stepped_microbatches(actions) == tuple(range(micros))
         assert staleness(actions) == min(ranks - 1 - stage, micros - 1)
@@ -196,7 +197,7 @@ def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision:
     for rank, sizes in enumerate(run_on_threads(on_rank, plan.mesh)):
         mine, said = plan.for_rank(rank), state_bytes(plan, rank)
         own = (
-            sum(weight.numel for weight in mine.sharding.model_spec.trainable)
+            sum(weight.numel for weight in mine.view.model_spec.trainable)
             * FLOAT_NBYTES[precision.parameters]
         )
         assert sizes["parameters"] == said.parameters == own

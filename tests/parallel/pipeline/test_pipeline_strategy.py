@@ -20,7 +20,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
@@ -104,9 +104,9 @@ def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
             ZeRO(keep_mb=keep_mb),
         )
         counts.append(
-            [sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles]
+            [sum(action.kind == "UNSHARD" for action in role.actions) for role in plan.program.roles]
         )
-    bundles = [len(view.sharding.all_param_groups()) for view in plan.role_plans()]
+    bundles = [len(each.view.all_param_groups) for each in plan.role_plans()]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == bundles
     assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), (
@@ -136,8 +136,8 @@ def test_masks_are_those_of_one_device():
 
 def test_a_gradient_that_is_not_sent_back_is_noticed():
     class Forgetful(Pipeline):
-        def rewrite(self, program: Program, space: ShardingPlan, job: Job) -> Program:
-            done = super().rewrite(program, space, job)
+        def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+            done = super().rewrite(program, view, job)
             return done.edit(lambda actions: [action for action in actions if action.kind != "SEND_GRAD"])
 
     plan = planned(llama(), Mesh(pp=2), Forgetful())
@@ -180,7 +180,7 @@ def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, message: st
 def test_each_rank_holds_the_weights_of_its_layers_alone():
     plan = planned(llama(), Mesh(pp=3), Pipeline())
     held = [
-        {param_sharding.param.name for param_sharding in plan.for_rank(rank).sharding.param_shardings}
+        {param_sharding.param.name for param_sharding in plan.for_rank(rank).view.param_shardings}
         for rank in range(3)
     ]
     assert sum(map(len, held)) == len(plan.model_spec.params)

@@ -111,7 +111,8 @@ def test_a_search_folds_two_parts_per_rank():
 def held(plan: Plan) -> list[int]:
     """Returns how many microbatches of its first visit each rank keeps at most."""
     found = []
-    for _, actions in plan.program.roles:
+    for role in plan.program.roles:
+        actions = role.actions
         first, now, most = next(action.subject for action in actions if action.kind == "F"), 0, 0
         for action in (action for action in actions if action.subject == first):
             now += (action.kind == "F") - (action.kind in ("B", "W"))
@@ -140,7 +141,10 @@ def test_zero_bubble_h1_holds_no_more_than_the_first_rank_of_1f1b():
 
 def test_both_halves_have_the_operations_of_a_backward():
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"))
-    flops = {kind: sum(action.flops for action in plan.actions if action.kind == kind) for kind in "FIW"}
+    flops = {
+        kind: sum(action.flops for action in plan.for_rank(0).actions if action.kind == kind)
+        for kind in "FIW"
+    }
     assert flops["I"] + flops["W"] == 2 * flops["F"]
     assert flops["W"] < flops["F"] < flops["I"]  # attention has no weights
 
@@ -222,9 +226,11 @@ def test_lists_of_ones_own_are_run(tmp_path: Path):
     path = tmp_path / "own.csv"
     path.write_text(to_csv(zb_h1_schedule(2, 3)))
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule=str(path)), micro_batch=2)
-    assert [action.name for action in plan.actions if action.kind in "FIW"] == [
+    assert [action.name for action in plan.for_rank(0).actions if action.kind in "FIW"] == [
         action.name
-        for action in planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"), micro_batch=2).actions
+        for action in planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"), micro_batch=2)
+        .for_rank(0)
+        .actions
         if action.kind in "FIW"
     ]
     exact(plan)

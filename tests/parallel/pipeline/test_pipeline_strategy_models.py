@@ -88,7 +88,7 @@ def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_
     sent = {}
     for schedule in ("interleaved", "zb_v"):
         plan = planned(analyzed, 2, Pipeline(schedule=schedule, virtual_stages=2, split_points=mirrored))
-        actions = (action for _, listed in plan.program.roles for action in listed if action.kind == "SEND")
+        actions = (action for role in plan.program.roles for action in role.actions if action.kind == "SEND")
         sent[schedule] = {action.tensors[0] for action in actions}
     skips = {f"down.{number}" for number in range(6)}
     assert skips & sent["interleaved"] == skips - {"down.5"}  # which the glue of its own stage takes

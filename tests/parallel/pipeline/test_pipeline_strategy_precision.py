@@ -85,8 +85,8 @@ def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: Pr
     )
     moves = [
         action.transfer
-        for _, actions in plan.program.roles
-        for action in actions
+        for role in plan.program.roles
+        for action in role.actions
         if action.stream in ("send", "recv")
     ]
     assert {(move.dtype, move.nbytes) for move in moves} == {(dtype, 2 * TOKENS * WIDTH * WIDTHS[dtype])}
@@ -102,7 +102,9 @@ def test_a_stream_that_additions_widen_crosses_as_wide_as_it_is():
         Pipeline(scatter=True),
         TensorParallel(),
     )
-    assert {action.transfer.dtype for action in plan.actions if action.kind == "SEND"} == {"float32"}
+    assert {action.transfer.dtype for action in plan.for_rank(0).actions if action.kind == "SEND"} == {
+        "float32"
+    }
     traced = trace(pairs(layers=3), plan, range(4), fake=False)
     assert traced.passed, str(traced)
 

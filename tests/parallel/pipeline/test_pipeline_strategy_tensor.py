@@ -80,7 +80,7 @@ def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
 def sent(plan: Plan, kind: str) -> dict[str, set[int]]:
     """Returns what is sent between stages by actions of that kind, and the bytes that each rank puts in."""
     found: dict[str, set[int]] = {}
-    for action in (action for _, actions in plan.program.roles for action in actions if action.kind == kind):
+    for action in (action for role in plan.program.roles for action in role.actions if action.kind == kind):
         found.setdefault(action.subject, set()).update(move.nbytes for move in action.transfers)
     return found
 
@@ -230,10 +230,10 @@ def test_the_owner_of_a_matrix_runs_its_part():
     owned = []
     for rank in range(plan.mesh.world_size):
         mine = plan.for_rank(rank)
-        found = [weight.name for _, weight in owned_params(plan.sharding, rank)]
-        assert set(found) <= {param_sharding.param.name for param_sharding in mine.sharding.param_shardings}
+        found = [weight.name for _, weight in owned_params(plan.rank_view(rank))]
+        assert set(found) <= {param_sharding.param.name for param_sharding in mine.view.param_shardings}
         owned += found
-    matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.owner_axes]
+    matrices = [each.param.name for each in plan.sharding.param_shardings if each.owner_axes]
     assert sorted(owned) == sorted(matrices)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.action_handlers import ActionHandlers
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -26,7 +26,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -82,8 +82,8 @@ def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns who takes part in what is summed along pp."""
     found = {
         action.name: action.transfer
-        for _, actions in plan.program.roles
-        for action in actions
+        for role in plan.program.roles
+        for action in role.actions
         if action.kind == "REDUCE_TIED"
     }
     return {
@@ -127,7 +127,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {param_sharding.param.name for param_sharding in plan.sharding.at_pp_rank(index).param_shardings}
+        {param_sharding.param.name for param_sharding in list(plan.role_plans())[index].view.param_shardings}
         & {"start", "middle", "scale"}
         for index in range(3)
     ]
@@ -170,14 +170,14 @@ def stepped(world: World, plan: Plan) -> Copies:
             engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         shared = {
             name
-            for action in engine.executor.plan.actions
+            for action in engine.executor.state.plan.actions
             if action.kind == "REDUCE_TIED"
             for name in action.tensors
         }
         found: Copies = {}
-        for name, parameter in engine.executor.flat_params.optimizer_params().items():
+        for name, parameter in engine.executor.state.flat_params.optimizer_params().items():
             if name in shared:
-                state = engine.executor.optimizers[0].state[parameter]
+                state = engine.executor.state.optimizers[0].state[parameter]
                 found |= {
                     name: parameter.detach().clone(),
                     **{f"{key} of {name}": each.clone() for key, each in state.items()},
@@ -247,16 +247,19 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def forget(acts: ActionHandlers, action: Action) -> None:
-        acts.state.works[action.name] = CompletedWork()
+    start = RankState.start_collective
 
-    assert broken(monkeypatch, ActionHandlers, "reduce_tied", forget)
+    def forget(state: RankState, action: Action, *given: torch.Tensor) -> None:
+        if action.kind == "REDUCE_TIED":
+            state.issue(action, CompletedWork())
+        else:
+            start(state, action, *given)
+
+    assert broken(monkeypatch, RankState, "start_collective", forget)
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(
-        monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings)
-    )
+    assert broken(monkeypatch, RankView, "_first_used_params", lambda view: iter(view.param_shardings))
 
 
 @pytest.mark.parametrize(
@@ -277,13 +280,7 @@ def test_two_copies_of_every_part_are_one_model(
 ):
     plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
     assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
-    assert {
-        name
-        for role, actions in plan.program.roles
-        for action in actions
-        if action.kind == "LOSS"
-        for name in [role]
-    } == {
+    assert {role.name for role in plan.program.roles for action in role.actions if action.kind == "LOSS"} == {
         "pp0",
         f"pp{mesh.pp - 1}",
     }

@@ -20,7 +20,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Program
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import VOCABULARY, tiny_job, token_samples
@@ -126,8 +126,8 @@ def test_receives_that_wait_until_they_are_needed_are_found_out_on_paper():
     class Late(Pipeline):
         """Receives right before it needs, as if nothing else had been sent before."""
 
-        def rewrite(self, program: Program, space: ShardingPlan, job: Job) -> Program:
-            done = super().rewrite(program, space, job)
+        def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+            done = super().rewrite(program, view, job)
 
             def late(actions: list[Action]) -> list[Action]:
                 receives = {each.name: each for each in actions if each.stream == "recv"}
@@ -152,7 +152,7 @@ def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank
     said = next(name for name in middle if name.startswith("SEND(encoder.1 to 2"))
     assert middle.index(said) == middle.index("RECV(encoder.1 to 1, 0)") + 1
     local = planned(pair(), 2, Pipeline(schedule="zb_v"))
-    sent = [action for role, actions in local.program.roles for action in actions if action.kind == "SEND"]
+    sent = [action for role in local.program.roles for action in role.actions if action.kind == "SEND"]
     for name in {action.tensors[0] for action in sent}:
         assert len([action for action in sent if action.tensors == (name,) and action.microbatch == 0]) == 1
 

@@ -94,7 +94,7 @@ def test_a_layer_receives_the_papers_elements(q: int):
     )
     weights = 2 * (q - 1) * shards(analyzed, q**3, "layers")
     assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
-    for param_sharding in plan.sharding.param_shardings:
+    for param_sharding in plan.rank_view(0).param_shardings:
         assert prod(param_sharding.param.shape) * q**2 == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )

@@ -38,7 +38,7 @@ def test_ranks_hold_slices_of_their_own_sizes():
     shapes = [
         {
             param_sharding.param.name: param_sharding.param.shape
-            for param_sharding in plan.for_rank(rank).sharding.param_shardings
+            for param_sharding in plan.for_rank(rank).view.param_shardings
         }
         for rank in range(2)
     ]
@@ -59,7 +59,9 @@ def test_more_ranks_than_heads_are_refused():
 
 def test_key_heads_fewer_than_ranks_stay_whole_and_their_gradients_are_summed():
     _, plan = planned(analyzed_llama(), Mesh(tp=4), (TensorParallel(),))
-    homes = {param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings}
+    homes = {
+        param_sharding.param.name: param_sharding for param_sharding in plan.rank_view(0).param_shardings
+    }
     assert [
         param_sharding.param.shape[0]
         for name, param_sharding in homes.items()

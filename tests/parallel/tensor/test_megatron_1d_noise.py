@@ -12,7 +12,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
@@ -72,8 +72,8 @@ def test_it_equals_that_of_the_same_microbatches_without_tensor_parallelism(
 def test_weights_that_count_twice_are_noticed(analyzed: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
     expected = measured(analyzed, plan_of(analyzed, "ddp", 1))
     monkeypatch.setattr(
-        ShardingPlan,
+        RankView,
         "params_counted_in_sum",
-        lambda space, coordinate: [param_sharding.param.name for param_sharding in space.param_shardings],
+        property(lambda view: {each.param.name for each in view.param_shardings}),
     )
     assert measured(analyzed, plan_of(analyzed, "ddp", 2)) != pytest.approx(expected, rel=1e-3)

@@ -75,7 +75,7 @@ def test_slices_are_updated_as_on_one_device(analyzed: AnalyzedModel, alone: Cal
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in COARSE])
 def test_elementwise_optimizers_step_slices(analyzed: AnalyzedModel, alone: Callable, rule: str):
     plan = plan_of(analyzed, rule, "2 ranks")
-    assert matrix_parcels(plan.sharding) == ()
+    assert matrix_parcels(plan.rank_view(0)) == ()
     assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
 
 
@@ -101,7 +101,7 @@ def test_two_messages_per_group_and_owner_carry_each_slice_once(analyzed: Analyz
     slices = (
         sum(
             param_sharding.param.numel
-            for param_sharding in plan.for_rank(0).sharding.param_shardings
+            for param_sharding in plan.for_rank(0).view.param_shardings
             if param_sharding.sliced_dims
         )
         * 8
@@ -115,16 +115,16 @@ def test_owners_share_the_work_and_no_weight_is_owned_twice(analyzed: AnalyzedMo
         plan = plan_of(analyzed, "adafactor", case)
         cut = {
             param_sharding.param.name: param_sharding.param
-            for param_sharding in plan.sharding.all_ranks.param_shardings
+            for param_sharding in plan.sharding.param_shardings
             if param_sharding.sliced_dims
         }
         owned = [
-            weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)
+            weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.rank_view(rank))
         ]
         assert sorted(weight.name for weight in owned) == sorted(cut)
         assert all(weight.shape == cut[weight.name].shape for weight in owned)
         largest = max(
-            sum(weight.numel for _, weight in owned_params(plan.sharding, rank))
+            sum(weight.numel for _, weight in owned_params(plan.rank_view(rank)))
             for rank in range(plan.mesh.world_size)
         )
         assert largest < sum(weight.numel for weight in cut.values())

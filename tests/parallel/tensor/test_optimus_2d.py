@@ -99,7 +99,7 @@ def test_norms_of_single_heads_are_replicated_and_their_gradients_summed():
     analyzed, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
     held = {
         param_sharding.param.name: param_sharding.param.shape
-        for param_sharding in plan.sharding.param_shardings
+        for param_sharding in plan.rank_view(0).param_shardings
     }
     assert held["model.layers.0.self_attn.q_norm.weight"] == (2,)
     assert held["model.layers.0.input_layernorm.weight"] == (24,)

@@ -65,7 +65,7 @@ def stream_shapes_and_weight_bytes(world: World, q: int) -> tuple[list[tuple[int
 @pytest.mark.parametrize("q", [2, 3])
 def test_stream_and_weights_are_1_over_q_squared_of_one_device(q: int):
     analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=2 * q)
-    for param_sharding in plan.sharding.param_shardings:
+    for param_sharding in plan.rank_view(0).param_shardings:
         assert prod(param_sharding.param.shape) * q == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )

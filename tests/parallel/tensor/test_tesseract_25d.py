@@ -53,7 +53,7 @@ def test_a_layer_receives_the_papers_elements(d: int, q: int):
     shard = shards(analyzed, q**2, "layers")  # |W| / q^2
     assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
     assert elements_received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
-    for param_sharding in plan.sharding.param_shardings:
+    for param_sharding in plan.rank_view(0).param_shardings:
         assert prod(param_sharding.param.shape) * q == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )

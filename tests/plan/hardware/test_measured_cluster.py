@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 
 LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
 RING = AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
 GOOD = Cluster(
-    VERSION,
     "",
     "cpu",
     "2.11",
@@ -33,9 +32,8 @@ def test_a_good_cluster_has_no_diagnostics():
 
 def test_every_bad_number_is_reported_with_its_location():
     odd = AllReduceSeries("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
-    bad = replace(GOOD, version=99, ranks_per_host=-1, measurements=(RING, RING, odd))
+    bad = replace(GOOD, ranks_per_host=-1, measurements=(RING, RING, odd))
     messages = {diagnostic.location: diagnostic.problem for diagnostic in bad.diagnostics()}
-    assert "version 99" in messages["version"]
     assert "-1 ranks per host" in messages["ranks_per_host"]
     assert "twice" in messages["measurements"]
     assert "1 ranks" in messages["measurements.2.ranks"]

@@ -1,13 +1,23 @@
 """The mesh as algebra: ranks and coordinates are one to one, groups partition the ranks."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.comm.backends.fake import FakeWorld
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.sharding.mesh import (
+    AXES,
+    MESH_AXES,
+    STRATEGY_AXES,
+    Mesh,
+    axes_with,
+    in_mesh_order,
+)
 
-MESHES = st.builds(Mesh, *[st.integers(1, 4)] * len(AXES))
+MESHES = st.builds(Mesh, *[st.integers(1, 3)] * len(AXES))
 SOME_AXES = st.lists(st.sampled_from(AXES), unique=True)
 MILLION = Mesh(pp=10, dp_replicate=25, dp_shard=50, cp=10, tp=8)
 
@@ -141,6 +151,35 @@ def test_a_mesh_made_by_hand_is_checked_too(size: float):
 def test_a_mesh_names_the_axes_that_it_uses():
     assert str(Mesh(dp_replicate=2, tp=3)) == "dp_replicate 2 x tp 3"
     assert str(Mesh()) == "one device"
+
+
+def test_the_table_has_a_row_for_every_size_of_a_mesh_in_its_order():
+    assert [item.name for item in fields(Mesh)] == [axis.name for axis in MESH_AXES] == list(AXES)
+
+
+def test_the_table_says_what_ranks_along_an_axis_have_other_parts_of():
+    assert axes_with("layers") == ("pp",)
+    assert axes_with("samples") == ("dp_replicate", "dp_shard")
+    assert axes_with("tokens") == ("cp",)
+    assert axes_with("features") == ("tp_depth", "tp")
+    later = {axis.name: (axis.batch_part, axis.param_part) for axis in MESH_AXES if axis.awaits}
+    assert later == {"outer": ("samples", None), "ep": ("samples", "experts")}
+    assert set(AXES) - set(STRATEGY_AXES) == set(later)
+
+
+def test_axes_of_one_rank_that_no_strategy_uses_show_nowhere():
+    plain, mesh = Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, ep=1, outer=1)
+    assert mesh == plain
+    assert str(mesh) == "dp_shard 2 x tp 2"
+    assert mesh.as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert FakeWorld(mesh, 0).group(AXES).axes == STRATEGY_AXES
+    assert Mesh(outer=2, ep=3).as_dict() == {
+        **{"outer": 2, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "ep": 3, "cp": 1, "tp": 1}
+    }
+
+
+def test_axes_are_sorted_outermost_first():
+    assert in_mesh_order({"tp", "ep", "pp", "outer"}) == ("outer", "pp", "ep", "tp")
 
 
 def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():

@@ -2,6 +2,7 @@
 by slices.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
@@ -9,7 +10,8 @@ from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, LogitsSpec, ResidualFlow
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.rank_work_share import BlockShare, block_shares, weight_grad_flops
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.rank_work_share import BlockShare, weight_grad_flops
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Layout, S
 
@@ -27,7 +29,7 @@ MODEL = ModelSpec(
 
 def fraction_of(
     rank: int, *, stream: bool = False, logits: bool = False, through: tuple[str, ...] = ()
-) -> dict[str, BlockShare]:
+) -> Mapping[str, BlockShare]:
     sharding = ShardingPlan(
         Mesh(tp=2),
         MODEL,
@@ -38,9 +40,7 @@ def fraction_of(
         sharding = replace(
             sharding, model_spec=replace(MODEL, logits=LogitsSpec("head", "head.weight", 8, 1, 2))
         ).with_logits_placement("tp", S(-1))
-    return block_shares(
-        sharding.at_coordinate({"tp": rank, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
-    )
+    return RankView(sharding, sharding.mesh.coordinate(rank)).work_share.block_shares
 
 
 def test_sharded_amounts_follow_the_local_share():
@@ -76,7 +76,8 @@ def test_sharded_logits_are_passed_on_sharded():
 
 
 def test_one_device_has_all():
-    assert block_shares(ShardingPlan.one_device(Mesh(), MODEL)) == {
+    view = RankView(ShardingPlan.one_device(Mesh(), MODEL), Mesh().coordinate(0))
+    assert view.work_share.block_shares == {
         "layer": BlockShare(50, 25, 20, 20, 50),
         "head": BlockShare(80, 4, 8, 8, 80),
     }
@@ -89,12 +90,10 @@ def test_gradients_that_weights_need_are_those_of_what_layers_give_out():
         wide,
         tuple(ParamSharding(param, Layout.from_dict({"tp": S(0)})) for param in (UP, HEAD)),
     )
-    sharding = sharding.at_coordinate({"tp": 0, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
-    assert block_shares(sharding)["layer"].deferred_grad_numel == 4 + 2 + 40
-    assert (
-        block_shares(replace(sharding, model_spec=replace(wide, layer_calls=())))["layer"].deferred_grad_numel
-        == 25
-    )  # nothing is known of them: as much as kept
+    for calls, numel in ((wide.layer_calls, 4 + 2 + 40), ((), 25)):  # nothing is known: as much as is saved
+        known = replace(sharding, model_spec=replace(wide, layer_calls=calls))
+        shares = RankView(known, known.mesh.coordinate(0)).work_share.block_shares
+        assert shares["layer"].deferred_grad_numel == numel
 
 
 def test_products_without_weights_cost_weights_nothing():

@@ -1,14 +1,9 @@
 """Placements of parameters and gradients, and the groups that follow."""
 
 from dataclasses import replace
-from itertools import product
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
-from meshwright.plan.model_spec.param_dim_split import DimSplit
-from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, I, Layout, P, R, S
@@ -58,7 +53,7 @@ def test_a_gradient_left_as_a_sum_is_named_but_not_that_of_a_frozen_weight():
 
 
 def test_groups_come_in_the_order_in_which_backward_completes_them():
-    groups = SPACE.param_groups()
+    groups = SPACE.param_groups
     assert [(group.name, group.last_block_call) for group in groups] == [
         ("two", "two"),
         ("one", "one"),
@@ -78,9 +73,9 @@ def test_uneven_slices_have_their_own_group_so_that_offsets_are_equal_on_all_ran
         (3, ["two", "one", "one in uneven slices", "embed+head", ROOT]),
     ):
         sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=tp), MODEL).map_param_shardings(shard)
-        assert sorted(
-            group.name.replace(" over dp_shard", "") for group in sharding.param_groups()
-        ) == sorted(names)
+        assert sorted(group.name.replace(" over dp_shard", "") for group in sharding.param_groups) == sorted(
+            names
+        )
 
 
 def test_parameters_that_are_summed_over_other_axes_have_their_own_group():
@@ -93,7 +88,7 @@ def test_parameters_that_are_summed_over_other_axes_have_their_own_group():
 
     I_ON_TP = Layout.from_dict({"tp": I})
     names = [
-        [param.name for param in group.params] for group in SPACE.map_param_shardings(split).param_groups()
+        [param.name for param in group.params] for group in SPACE.map_param_shardings(split).param_groups
     ]
     assert ["one.bias"] in names
     assert ["one.weight"] in names
@@ -109,58 +104,3 @@ def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_spl
     assert sharding.token_axes == ("cp",)
     assert sharding.grad_sum_axes == ("dp_replicate", "dp_shard", "cp")
     assert sharding.with_token_axes("dp_shard") == ("dp_shard", "cp")
-
-
-@settings(deadline=None)
-@given(
-    st.builds(Mesh, *[st.integers(1, 3)] * len(AXES)),
-    st.tuples(st.integers(0, 7), st.integers(0, 7)),
-    st.dictionaries(st.sampled_from(AXES), st.sampled_from([R, I, P, S(0), S(1)])),
-)
-def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(
-    mesh: Mesh, shape: tuple[int, int], places: dict[str, object]
-):
-    sharding, layout = ShardingPlan.one_device(mesh, MODEL), Layout.from_dict(places)
-    split = layout.axes_with("S")
-    parts = []
-    for indices in product(*(range(mesh.size(axis)) for axis in split)):
-        coordinate = {**dict.fromkeys(AXES, 0), **dict(zip(split, indices, strict=True))}
-        parts.append(sharding.local_shape(shape, layout, coordinate))
-    assert sum(rows * columns for rows, columns in parts) == shape[0] * shape[1]
-    for dim in (0, 1):
-        sizes = [part[dim] for part in parts]
-        assert max(sizes) - min(sizes) <= 1
-
-
-def test_the_first_ranks_hold_the_larger_shards():
-    sharding, layout = ShardingPlan.one_device(Mesh(tp=3), MODEL), Layout.from_dict({"tp": S(0)})
-    assert [
-        sharding.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0]
-        for i in range(3)
-    ] == [
-        3,
-        2,
-        2,
-    ]
-
-
-def test_a_dim_sliced_along_two_axes_is_split_over_all_their_ranks_the_last_innermost():
-    param = ParamSpec(
-        "w", (12, 7), ("a",), dim_splits=(DimSplit(0, 6, (12,), "out"), DimSplit(1, 7, (7,), "in"))
-    )
-    param_sharding = ParamSharding(param, Layout.from_dict({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
-    sharding = replace(
-        ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec),
-        param_shardings=(param_sharding,),
-    )
-    found = [
-        sharding.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t})
-        for d in range(2)
-        for t in range(3)
-    ]
-    assert {each.param_shardings[0].param.shape for each in found} == {(2, 2)}
-    sides = [sharding.dim_shards(param_sharding, dict(each.coordinate)) for each in found]
-    assert [side.dim_ranges.ranges for _, side in sides] == [
-        ((first, first + 2),) for first in range(0, 12, 2)
-    ]
-    assert [(side.axes, side.num_ranks) for side in sides[0]] == [(("cp",), 3), (("tp_depth", "tp"), 6)]

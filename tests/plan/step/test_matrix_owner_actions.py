@@ -6,6 +6,7 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.matrix_owner_actions import matrix_parcels, owned_params, owner_coordinate
 from meshwright.plan.step.single_device_program import FIRST_ROLE
@@ -37,7 +38,7 @@ def plan_of(rule: str = "adafactor", mesh: Mesh | None = None, model_spec: Model
 def test_every_weight_has_one_owner_and_the_largest_load_is_small():
     for mesh in (Mesh(tp=3), Mesh(dp_shard=2, tp=3)):
         plan = plan_of(mesh=mesh)
-        owned = [list(owned_params(plan.sharding, rank)) for rank in range(mesh.world_size)]
+        owned = [list(owned_params(plan.rank_view(rank))) for rank in range(mesh.world_size)]
         assert sorted(param.name for mine in owned for _, param in mine) == sorted(
             param.name for param in WEIGHTS
         )
@@ -47,18 +48,18 @@ def test_every_weight_has_one_owner_and_the_largest_load_is_small():
 
 def test_owners_are_the_same_for_every_rank():
     plan = plan_of(mesh=Mesh(dp_shard=2, tp=3))
-    assert len({matrix_parcels(plan.for_rank(rank).sharding) for rank in range(6)}) == 1
+    assert len({matrix_parcels(plan.rank_view(rank)) for rank in range(6)}) == 1
     for rank in range(6):
-        mine = plan.for_rank(rank).sharding
-        for name, flat_param in mine.flat_param_specs().items():
+        mine = plan.rank_view(rank)
+        for name, flat_param in mine.flat_param_specs.items():
             at = {param: start // flat_param.shard_numel for param, _, start in flat_param.params}
-            logical = mine.all_ranks.flat_param_specs()[name]
+            logical = plan.sharding.build_flat_params(plan.sharding.param_groups)[name]
             assert at == {param: start // logical.shard_numel for param, _, start in logical.params}
 
 
 def test_a_parcel_is_as_long_as_the_largest_ranks_slices():
     plan = plan_of()
-    for parcel in matrix_parcels(plan.sharding):
+    for parcel in matrix_parcels(plan.rank_view(0)):
         names = parcel.names_by_shard[0]
         rows = [sum(-(-param.shape[0] // 3) * param.shape[1] for param in WEIGHTS if param.name in names)]
         assert parcel.numel == rows[0], "the first rank gets one row more"
@@ -81,8 +82,9 @@ def test_slices_are_gathered_before_the_clip_and_scattered_after_the_step():
 
 
 def test_elementwise_optimizers_and_unsliced_weights_have_no_owners():
-    assert matrix_parcels(plan_of("adamw").sharding) == ()
-    assert matrix_parcels(ShardingPlan.one_device(Mesh(), MODEL_SPEC)) == ()
+    assert matrix_parcels(plan_of("adamw").rank_view(0)) == ()
+    alone = RankView(ShardingPlan.one_device(Mesh(), MODEL_SPEC), Mesh().coordinate(0))
+    assert matrix_parcels(alone) == ()
 
 
 def test_owned_matrices_and_their_optimizer_states_are_in_the_planned_bytes():
@@ -93,8 +95,9 @@ def test_owned_matrices_and_their_optimizer_states_are_in_the_planned_bytes():
 
 
 def test_coordinates_are_counted_as_groups_are():
-    sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), MODEL_SPEC)
-    found = [owner_coordinate(sharding, ("tp", "dp_shard"), index) for index in range(6)]
+    mesh = Mesh(dp_shard=2, tp=3)
+    view = RankView(ShardingPlan.one_device(mesh, MODEL_SPEC), mesh.coordinate(0))
+    found = [owner_coordinate(view, ("tp", "dp_shard"), index) for index in range(6)]
     assert [(each["dp_shard"], each["tp"]) for each in found] == [
         (0, 0),
         (0, 1),

@@ -34,6 +34,8 @@ def test_what_is_written_is_read_back(made: Program):
 
 
 def test_the_first_micro_batch_is_not_taken_for_none():
-    first = next(plain for plain in program_to_dict(program(ranks=1))["pp0"] if plain["kind"] == "F")
+    first = next(
+        plain for plain in program_to_dict(program(ranks=1))["pp0"]["actions"] if plain["kind"] == "F"
+    )
     assert first["microbatch"] == 0
     assert "transfer" not in first

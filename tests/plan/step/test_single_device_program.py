@@ -8,6 +8,7 @@ import pytest
 from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.program import Action
@@ -27,9 +28,14 @@ WEIGHTS = (
 MODEL = ModelSpec("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 300))
 
 
+def view_of(model_spec: ModelSpec) -> RankView:
+    """The view of a rank that has the whole model."""
+    return RankView(ShardingPlan.one_device(Mesh(), model_spec), Mesh().coordinate(0))
+
+
 def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> tuple[Action, ...]:
     return single_device_program(
-        ShardingPlan.one_device(Mesh(), MODEL),
+        view_of(MODEL),
         job or Job(),
         micro_batch,
         sequential_stage_calls(MODEL.block_calls, num_micro),
@@ -68,9 +74,7 @@ def test_every_micro_batch_runs_every_block_forward_and_backward(num_micro: int)
 def test_no_action_waits_forever():
     assert len(
         simulate(
-            single_device_program(
-                ShardingPlan.one_device(Mesh(), MODEL), Job(), 1, sequential_stage_calls(MODEL.block_calls, 3)
-            )
+            single_device_program(view_of(MODEL), Job(), 1, sequential_stage_calls(MODEL.block_calls, 3))
         )
     ) == len(listed(3))
 
@@ -104,7 +108,7 @@ def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_o
 def test_saved_activations_are_held_from_forward_to_backward():
     model = replace(MODEL, saved_numel=(0, 7, 9))
     actions = single_device_program(
-        ShardingPlan.one_device(Mesh(), model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
+        view_of(model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
     ).actions(FIRST_ROLE)
     assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.allocations}[
         "saved activations(b, 0)"

@@ -106,10 +106,10 @@ def test_it_waits_for_the_sum_over_other_samples(mesh: Mesh, store: tuple[Strate
 
 def test_a_sharded_group_sends_a_shard_in_the_dtype_of_gradients():
     plan = plan_of(Mesh(pp=3, dp_shard=2), SHARD, ZeRO(stage=2))
-    move, flat_param = of_kind(plan, "REDUCE_TIED").transfer, plan.sharding.flat_param_specs()[NAME]
+    move, flat_param = of_kind(plan, "REDUCE_TIED").transfer, plan.rank_view(0).flat_param_specs[NAME]
     assert move is not None
     assert (move.nbytes, move.dtype) == (flat_param.shard_numel * 4, "float32")
-    assert flat_param == plan.sharding.at_pp_rank(2).flat_param_specs()[NAME]  # cut at the same places
+    assert flat_param == list(plan.role_plans())[2].view.flat_param_specs[NAME]  # cut at the same places
 
 
 @pytest.mark.parametrize(

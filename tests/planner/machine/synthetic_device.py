@@ -1,7 +1,6 @@
 """Builds the profile of a fictitious device whose numbers follow from formulas."""
 
 from meshwright.planner.machine.device_profile import (
-    VERSION,
     AttentionTiming,
     DeviceProfile,
     ElementwiseTiming,
@@ -51,4 +50,4 @@ def profile(device: str = "Abacus 7", kind: str = "cpu", rate: float = RATE) -> 
     )
     calls = (CALL_S, 1.5 * CALL_S)
     figures = tuple(points), tuple(seen), moved, (ElementwiseTiming("tanh", TANH_S, 0.02),)
-    return DeviceProfile(VERSION, "2026-01-01", kind, device, "2.13", 2, 1, 32 << 30, *calls, *figures)
+    return DeviceProfile("2026-01-01", kind, device, "2.13", 2, 1, 32 << 30, *calls, *figures)

@@ -5,7 +5,7 @@ from math import log2
 
 import pytest
 
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.from_benchmark import (
@@ -40,7 +40,7 @@ def cluster(
     network: NetworkModel = INSIDE,
     name: str = "Abacus 7, 4 cores",
 ) -> Cluster:
-    return Cluster(VERSION, "", name, "2.13", "gloo", per_host, FitError(0.1, 0.1), network, measured)
+    return Cluster("", name, "2.13", "gloo", per_host, FitError(0.1, 0.1), network, measured)
 
 
 def own(count: int, **known: float) -> Machine:

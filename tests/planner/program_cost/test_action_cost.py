@@ -210,27 +210,13 @@ def test_an_operation_taken_for_another_size_is_noticed():
         weighed.ops, block_calls=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
     )
     changed_spec = replace(plan.model_spec, memory=replace(weighed, ops=works))
-    bad = replace(
-        plan,
-        sharding=replace(
-            plan.sharding,
-            model_spec=changed_spec,
-            all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec),
-        ),
-    )
+    bad = replace(plan, sharding=replace(plan.sharding, model_spec=changed_spec))
     assert priced(bad, ground(flops=1.0))["F"] != pytest.approx(priced(plan, ground(flops=1.0))["F"])
 
 
 def test_without_its_operations_a_block_is_one_square_product():
     plan = plan_of()
     changed_spec = replace(plan.model_spec, memory=None)
-    bare = replace(
-        plan,
-        sharding=replace(
-            plan.sharding,
-            model_spec=changed_spec,
-            all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec),
-        ),
-    )
+    bare = replace(plan, sharding=replace(plan.sharding, model_spec=changed_spec))
     assert not ActionCosts(bare, 0, ground()).ops_known
     assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(NUM_SAMPLES * sum(plan.model_spec.flops))

@@ -19,7 +19,6 @@ LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
 NETWORK = NetworkModel((), LINK, LINK, None)
 SIZES = (1024, 1 << 20)
 CLUSTER = Cluster(
-    1,
     "",
     "x",
     "",

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.comm.allreduce import get_algorithm
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.report.bench.allreduce_cost_table import (
     FORMULA_ALGORITHMS,
@@ -44,7 +44,6 @@ def test_the_table_of_formulas_shows_counts_then_times_then_what_is_loose():
     ]
     network = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
     cluster = Cluster(
-        VERSION,
         "",
         "m",
         "2.13",

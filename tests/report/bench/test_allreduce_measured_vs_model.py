@@ -4,7 +4,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.report.bench.allreduce_measured_vs_model import (
     MODEL_LABEL,
@@ -21,7 +21,6 @@ MEASURED = (
     AllReduceSeries("ring", 2, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
 )
 CLUSTER = Cluster(
-    VERSION,
     "",
     "<machine>",
     "2.13",

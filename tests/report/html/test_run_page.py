@@ -92,7 +92,7 @@ def test_a_browser_draws_the_curves_the_step_and_where_time_and_memory_went(tmp_
         "measured, step",
     ):
         assert row in step
-    acts = one.program.roles[0][1]
+    acts = one.program.actions(FIRST_ROLE)
     bars = re.findall(r'class="point"><path[^>]* d="M', step)
     assert len(bars) > 4 * len(acts), "each act is drawn as planned, and for each of three ranks"
     assert "exposed communication</li>" in text
@@ -220,7 +220,7 @@ def test_what_takes_no_bytes_has_no_row(one, other):
     assert f"<td>{row}</td>" not in run_page([other], "0"), "one rank has no buckets"
     assert "<td>0 B</td>" not in run_page([other], "0")
     nothing = {rank: {**account, "sent": {}} for rank, account in one.rank_accounts.items()}
-    program = Program.from_dict({FIRST_ROLE: [a for a in one.program.roles[0][1] if not a.transfers]})
+    program = Program.from_dict({FIRST_ROLE: [a for a in one.program.actions(FIRST_ROLE) if not a.transfers]})
     assert "Nothing is sent" in run_page([replace(one, rank_accounts=nothing, program=program)], "0")
 
 

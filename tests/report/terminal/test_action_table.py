@@ -190,7 +190,7 @@ def pipeline_programs() -> tuple[Plan, ...]:
 
 
 def listed(plan: Plan) -> list[Action]:
-    return [action for _, actions in plan.program.roles for action in actions]
+    return [action for role in plan.program.roles for action in role.actions]
 
 
 def all_programs() -> list[Plan]:

@@ -47,14 +47,9 @@ def test_gathers_of_glue_are_shown(looks: bool):
             plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
         ),
     )
-    told = sequence_sharding_text(
-        replace(
-            plan,
-            sharding=replace(
-                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
-            ),
-        )
-    )["tokens"]
+    told = sequence_sharding_text(replace(plan, sharding=replace(plan.sharding, model_spec=changed_spec)))[
+        "tokens"
+    ]
     said = "; glue after model.norm needs the tokens of other ranks: 432 elements per sample are gathered"
     assert told.endswith(
         said
@@ -109,14 +104,9 @@ def planned(balance: str, length: int, **more: bool) -> str:
         plan.model_spec,
         sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
     )
-    return sequence_sharding_text(
-        replace(
-            plan,
-            sharding=replace(
-                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
-            ),
-        )
-    )["tokens"]
+    return sequence_sharding_text(replace(plan, sharding=replace(plan.sharding, model_spec=changed_spec)))[
+        "tokens"
+    ]
 
 
 def test_imbalance_is_shown_with_the_better_load_balance():

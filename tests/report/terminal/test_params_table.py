@@ -22,7 +22,7 @@ def sharded_plan(mesh: Mesh, **sizes: object) -> Plan:
 
 
 def by_name(plan: Plan, parameters: str = "float32") -> dict[str, ParamRow]:
-    whole = plan.sharding.global_plan
+    whole = plan.sharding
     return {row.pattern: row for row in param_rows(whole, parameters)}
 
 
@@ -61,7 +61,7 @@ def test_shards_are_named_with_their_axis():
 
 def test_the_table_ends_with_what_a_rank_holds():
     plan, console = sharded_plan(Mesh(tp=2)), Console(width=160, record=True, file=StringIO())
-    whole = plan.sharding.global_plan
+    whole = plan.sharding
     console.print(params_view(whole, "bfloat16", plan_given=True))
     console.print(params_view(whole, "float32", plan_given=False))
     text = console.export_text()
@@ -113,14 +113,14 @@ def test_a_weight_that_two_stages_use_is_held_by_both():
 def test_a_column_shows_each_stage_and_of_many_the_fullest():
     console = Console(width=200, record=True, file=StringIO())
     plan = sharded_plan(Mesh(pp=2, tp=2))
-    console.print(params_view(plan.sharding.global_plan, "float32", plan_given=True))
+    console.print(params_view(plan.sharding, "float32", plan_given=True))
     text, rows = console.export_text(), by_name(plan).values()
     assert "parameters over pp 2 x tp 2" in text
     assert "in use on rank 0  in use on rank 2" in text
     assert f"on rank 0, {sum(row.stage_nbytes[1] for row in rows) / 1024:.3g} KiB on rank 2; " in text
     many = sharded_plan(Mesh(pp=6), num_hidden_layers=7)
     sums = [sum(each) for each in zip(*(row.stage_nbytes for row in by_name(many).values()), strict=True)]
-    console.print(params_view(many.sharding.global_plan, "float32", plan_given=True))
+    console.print(params_view(many.sharding, "float32", plan_given=True))
     heads = next(line for line in console.export_text().splitlines() if "in use on rank 5" in line)
     assert heads.count("in use on rank") == len({0, sums.index(max(sums)), 5})
     assert f"in use on rank {sums.index(max(sums))}" in heads

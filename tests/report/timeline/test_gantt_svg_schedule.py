@@ -7,7 +7,6 @@ from dataclasses import replace
 from meshwright.api import make_plan
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Program
 from meshwright.report.timeline.gantt_svg import schedule_svg
 from meshwright.report.timeline.pipeline_stages import stage_block_calls
 from meshwright.report.timeline.run_folder_reader import RunRecord
@@ -37,6 +36,5 @@ def test_whole_models_and_older_runs_have_no_drawing():
 
 
 def test_a_program_that_cannot_be_played_is_not_drawn():
-    (first, actions), other = record().program.roles
-    stuck = Program(((first, tuple(replace(action, waits=("NOBODY()",)) for action in actions)), other))
+    stuck = record().program.edit(lambda actions: [replace(each, waits=("NOBODY()",)) for each in actions])
     assert schedule_svg(replace(record(), program=stuck)) == ""

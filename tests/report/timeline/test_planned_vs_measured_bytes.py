@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Allocation
 from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory, sent_by_action
 from meshwright.report.timeline.run_folder_reader import read_run_record
@@ -27,9 +27,7 @@ def test_memory_is_that_of_the_moment_when_all_of_it_is_largest():
         Action("PACK", "a", allocations=(Allocation("bucket(0)", 6),), frees=("gradient(a)",)),
         Action("STEP", frees=("bucket(0)",)),
     ]
-    fullest, most = planned_memory(
-        Program.from_dict({FIRST_ROLE: actions}), {"parameters": 100, "optimizer_states": 0}
-    )
+    fullest, most = planned_memory(actions, {"parameters": 100, "optimizer_states": 0})
     assert fullest == {"parameters": 100, "activations": 15}
     assert most == {"parameters": 100, "gradients": 7, "buckets": 6, "activations": 15}
 

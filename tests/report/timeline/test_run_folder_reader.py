@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import METRICS, RANK_USAGE, RUN_INFO
 from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.run_folder_reader import plan_differences, read_run_record
 from tests.report.small_runs import train_small_run
@@ -29,7 +30,7 @@ def test_a_whole_run_is_read_whole(folder):
 
 def with_metrics(tmp_path, *lines: object):
     text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(METRICS.header) + "\n" + text)
     return read_run_record(tmp_path)
 
 
@@ -52,14 +53,14 @@ def test_a_line_that_is_still_being_written_is_left_out_and_so_is_a_damaged_one(
     )
     assert [line["step"] for line in record.steps] == [1, 2]
     assert record.notes == (
-        "line 2 of metrics.jsonl cannot be read, and was left out",
         "line 3 of metrics.jsonl cannot be read, and was left out",
+        "line 4 of metrics.jsonl cannot be read, and was left out",
         "the last line of metrics.jsonl is not whole yet, and was left out",
     )
 
 
 def test_a_run_that_has_just_begun_has_no_steps(tmp_path):
-    (tmp_path / "plan.toml").write_text("micro_batch = 2\n")
+    (tmp_path / "plan.toml").write_text('format = "meshwright plan"\nversion = 1\nmicro_batch = 2\n')
     record = read_run_record(tmp_path)
     assert record.steps == []
     assert record.notes == ("no step has ended yet",)
@@ -67,7 +68,9 @@ def test_a_run_that_has_just_begun_has_no_steps(tmp_path):
 
 def test_files_that_cannot_be_read_are_noted(tmp_path):
     (tmp_path / "plan.toml").write_text("= broken")
-    (tmp_path / "run_info.json").write_text('{"program": {"pp0": [{"no": "kind"}]}}')
+    (tmp_path / "run_info.json").write_text(
+        json.dumps(RUN_INFO.header | {"program": {"pp0": [{"no": "kind"}]}})
+    )
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank-0.json").write_text("{")
     record = with_metrics(tmp_path, {"step": 1, "loss": 3.0})
@@ -78,11 +81,26 @@ def test_files_that_cannot_be_read_are_noted(tmp_path):
     }
 
 
+def test_files_of_another_version_are_left_out_with_what_was_found(tmp_path):
+    (tmp_path / "plan.toml").write_text('format = "meshwright plan"\nversion = 2\n')
+    (tmp_path / "run_info.json").write_text(json.dumps({"world": 3}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**METRICS.header, "version": 7}) + "\n{}\n")
+    record = read_run_record(tmp_path)
+    assert (record.settings, record.run_info, record.steps) == ({}, {}, [])
+    assert set(record.notes) == {
+        "plan.toml was left out: its version is 2; this meshwright reads version 1 of it",
+        "run_info.json was left out: it names no format and version; "
+        "needed are 'meshwright run info', version 1",
+        "metrics.jsonl was left out: its version is 7; this meshwright reads version 1 of it",
+        "no step has ended yet",
+    }
+
+
 def test_files_of_ranks_that_the_run_no_longer_has_are_left_out(tmp_path):
-    (tmp_path / "run_info.json").write_text('{"world": 1}')
+    (tmp_path / "run_info.json").write_text(json.dumps(RUN_INFO.header | {"world": 1}))
     (tmp_path / "ranks").mkdir()
     for rank in (0, 1):
-        (tmp_path / "ranks" / f"rank-{rank}.json").write_text(f'{{"rank": {rank}}}')
+        (tmp_path / "ranks" / f"rank-{rank}.json").write_text(json.dumps(RANK_USAGE.header | {"rank": rank}))
     assert sorted(with_metrics(tmp_path, {"step": 1, "loss": 3.0}).rank_accounts) == [0]
 
 

@@ -7,7 +7,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Allocation, Program, Role
 from meshwright.plan.step.simulator import TimelineSpan
 from meshwright.report.timeline.pipeline_stages import stage_block_calls
 from meshwright.report.timeline.stage_actions import (
@@ -70,11 +70,11 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
     ):
         plan = planned(schedule, 3)
         pairs = zip(plan.program.roles, stage_block_calls(plan), strict=True)
-        assert [max_in_flight(actions, part) for (_, actions), part in pairs] == expected
+        assert [max_in_flight(role.actions, part) for role, part in pairs] == expected
 
 
 def chain() -> Program:
-    """One microbatch through two ranks and back."""
+    """One microbatch through two stages, of two ranks each, and back."""
     there = Action("SEND", "x", 0, "send", ("F(a, 0)",))
     came = Action("RECV", "x", 0, "recv", ("pp0/SEND(x, 0)",), allocations=(Allocation("RECV(x, 0)", 8),))
     forward = Action(
@@ -85,7 +85,8 @@ def chain() -> Program:
         allocations=(Allocation("output(b, 0)", 4), Allocation("gradient(b)", 100)),
     )
     back = Action("B", "b", 0, waits=(forward.name,), frees=("RECV(x, 0)", "output(b, 0)"))
-    return Program.from_dict({"pp0": [Action("F", "a", 0), there], "pp1": [came, forward, back]})
+    first = Role("pp0", range(2), (Action("F", "a", 0), there))
+    return Program((first, Role("pp1", range(2, 4), (came, forward, back))))
 
 
 def test_a_rank_that_waits_for_what_is_on_its_way_is_told_from_one_for_which_nothing_was_sent():
@@ -114,7 +115,7 @@ def test_a_traced_step_is_that_of_the_first_rank_of_each_role_with_the_glue_of_i
         1: [event("F(a, 0)", "F", 99, 1)],
         2: [event("F(b, 0)", "F", 15, 1), event("B(b, 0)", "B", 17, 2), event("B(b, 0)", "B", 3, 1, step=6)],
     }
-    acts = traced_actions(chain(), traces, 7, 4)
+    acts = traced_actions(chain(), traces, 7)
     assert acts["pp0"][0] == TimedAction(Action("F", "a", 0), 10.0, 14.0)
     found = gantt_rows(acts, chain(), PARTS)
     assert [(span.kind, span.begin, span.end) for span in found[0]] == [("F", 0.0, 4.0)]

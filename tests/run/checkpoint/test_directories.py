@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import BEST_CHECKPOINT
 from meshwright.run.checkpoint.directories import best_step, mark_best
 from meshwright.run.checkpoint.distributed_checkpoint import newest_valid, save_tensors
 from tests.run.checkpoint.awkward_states import (
@@ -24,6 +26,8 @@ from tests.run.checkpoint.awkward_states import (
     state,
 )
 from tests.run.checkpoint.failing_disk import REMOVALS, WRITES, Death, How, Machine
+
+HEADER = BEST_CHECKPOINT.header
 
 
 def test_only_the_newest_ones_stay_and_stopped_saves_go(tmp_path):
@@ -54,6 +58,7 @@ def test_the_best_one_stays_until_another_is_the_best(tmp_path):
     saved(tmp_path, 3, 4, keep=1)
     assert names(tmp_path) == ["best.json", "step-00000001", "step-00000004"]
     assert json.loads((tmp_path / "best.json").read_text()) == {
+        **HEADER,
         "step": 1,
         "folder": "step-00000001",
         "loss": 0.5,
@@ -75,13 +80,20 @@ def test_a_best_one_that_is_not_there_is_not_named(tmp_path):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "1"}', '{"step": -1}'])
+@pytest.mark.parametrize("text", ["", "{", *(json.dumps({**HEADER, "step": step}) for step in ("1", -1))])
 def test_a_damaged_word_about_the_best_is_none(tmp_path, text):
     saved(tmp_path, 1)
     (tmp_path / "best.json").write_text(text)
     assert best_step(tmp_path) == 0
     saved(tmp_path, 2, keep=1)
     assert "step-00000001" not in names(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"step": 1}', json.dumps({**HEADER, "version": 2, "step": 1})])
+def test_a_file_about_the_best_of_another_version_is_refused_with_the_repair(tmp_path, text):
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(PlanError, match=r"best.json: its version is 2|names no format(?s:.*)remove the file"):
+        best_step(tmp_path)
 
 
 def test_a_word_about_the_best_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):

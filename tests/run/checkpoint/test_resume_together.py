@@ -101,12 +101,16 @@ def edit_meta(path: Path, **values: Json) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("plan", 5, "meta.plan is a number; needed is an object"),
-        ("plan", {"strategies": 5}, "meta.plan.strategies is not a list of objects with a name"),
-        ("plan", {"strategies": [{"name": []}]}, "meta.plan.strategies is not a list of objects"),
-        ("data", None, "meta.data is null; needed is a string"),
-        ("eval_history", [], "meta.eval_history is a list; needed is an object"),
-        ("reduction_transports", {"dp_replicate": 1}, "meta.reduction_transports holds other values"),
+        ("plan", 5, "meta.plan: given is 5; needed is a table of keys"),
+        ("plan", {"strategies": 5}, "meta.plan.strategies: needed is a list of tables with a name"),
+        ("plan", {"strategies": [{"name": []}]}, "meta.plan.strategies: needed is a list of tables"),
+        ("data", None, "meta.data: given is null; needed is a string"),
+        ("eval_history", [], "meta.eval_history: given is []; needed is a table of keys"),
+        (
+            "reduction_transports",
+            {"dp_replicate": 1},
+            "meta.reduction_transports.dp_replicate: given is 1; needed is a string",
+        ),
     ],
 )
 def test_a_checkpoint_with_valid_checksums_and_a_meta_of_wrong_types_is_passed_over(
@@ -127,7 +131,7 @@ def test_a_run_whose_only_checkpoint_has_a_meta_of_wrong_types_is_refused_before
     shutil.rmtree(small_run.at(8))
     check_checkpoints_usable(small_run.plan)
     edit_meta(small_run.at(12), plan="text")
-    with pytest.raises(PlanError, match=r"meta\.plan is a string; needed is an object"):
+    with pytest.raises(PlanError, match=r"meta\.plan: given is .text.; needed is a table of keys"):
         check_checkpoints_usable(small_run.plan)
 
 

@@ -210,7 +210,7 @@ REQUESTS = st.builds(
     st.dictionaries(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), INTS),
     INTS,
     st.none() | st.lists(STRATEGIES, max_size=3).map(tuple),
-    st.dictionaries(st.sampled_from(["plan_hash", "version"]), TEXTS),
+    st.dictionaries(st.sampled_from(["plan_hash", "meshwright"]), TEXTS),
 )
 
 
@@ -229,3 +229,25 @@ def test_what_is_written_is_read_back_exactly(tmp_path_factory, request_):
 def test_not_a_number_is_read_back(tmp_path):
     write_request(PlanRequest(job=Job(optimizer=OptimizerConfig(lr=float("nan")))), tmp_path / "plan.toml")
     assert math.isnan(read_request(tmp_path / "plan.toml", (), KNOWN).job.optimizer.lr)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("version = 1", "version = 2", "its version is 2; this meshwright reads version 1 of it"),
+        ("version = 1\n", "", "it names no format and version"),
+        ("meshwright plan", "some plan", "its format is 'some plan'; needed is 'meshwright plan'"),
+        ('format = "meshwright plan"\nversion = 1\n', "", "it names no format and version"),
+    ],
+)
+def test_a_plan_of_another_version_is_refused_and_a_config_needs_none(tmp_path, old, new, problem):
+    path = tmp_path / "plan.toml"
+    write_request(PlanRequest(extra={"plan_hash": "1", "meshwright": "0.1"}), path)
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(PlanError) as raised:
+        read_request(path, (), KNOWN)
+    (diagnostic,) = raised.value.diagnostics
+    assert (diagnostic.location, diagnostic.problem[: len(problem)]) == (str(path), problem)
+    assert "meshwright plan CONFIG.toml" in diagnostic.fix
+    path.write_text("micro_batch = 2\n")
+    assert read_request(path, (), KNOWN).micro_batch == 2

@@ -47,7 +47,7 @@ def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
 
     def start(world: World) -> str:
         try:
-            check_same_plan(world, other if world.rank == 1 else plan)
+            check_same_plan(world, other if world.rank == 1 else plan, "data")
         except PlanError as error:
             return error.diagnostics[0].problem
         return ""
@@ -56,7 +56,21 @@ def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
         run_on_threads(start, mesh, timeout_s=60)
         == ["rank 1 was started with another plan or [run] than rank 0"] * 3
     )
-    assert run_on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3
+    assert (
+        run_on_threads(lambda world: check_same_plan(world, plan, "data"), mesh, timeout_s=60) == [None] * 3
+    )
+
+
+def test_ranks_with_other_data_are_named_on_all_ranks():
+    plan = plan_of(analyzed_model(), 3)
+
+    def start(world: World) -> str:
+        with pytest.raises(PlanError) as refused:
+            check_same_plan(world, plan, "other data" if world.rank == 2 else "data")
+        return refused.value.diagnostics[0].problem
+
+    said = run_on_threads(start, plan.mesh, timeout_s=60)
+    assert said == ["rank 2 was started with other data than rank 0"] * 3
 
 
 def test_all_ranks_learn_the_attempt_that_rank_0_claimed(tmp_path):

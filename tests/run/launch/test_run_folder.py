@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import RUN_OWNER
 from meshwright.run.launch import run_folder
 from meshwright.run.launch.run_folder import Attempt, Owner, claim_run_folder
 from tests.run.launch.rank_scripts import ENV
@@ -51,7 +52,7 @@ def write_owner(folder: Path, owner: Owner, number: int = 1) -> Path:
     """Leaves the claim of `owner` in `folder`."""
     path = Attempt(folder, number).folder / "owner.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(asdict(owner)))
+    path.write_text(json.dumps(RUN_OWNER.header | asdict(owner)))
     return path
 
 

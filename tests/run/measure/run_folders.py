@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+from meshwright.plan.job.file_format import METRICS, RUN_INFO, TRACE
+
 STEP_S, COMPUTED_S, SENT_S, NBYTES = 0.5, 0.4, 0.05, 1 << 22
 PLAN = """
+format = "meshwright plan"
+version = 1
 micro_batch = {micro}
 strategies = [
     {{ name = "batch_split", axis = "dp_replicate" }},
@@ -40,9 +44,9 @@ def run_folder(
         if device.startswith("Abacus")
         else {"device": device, "processor": "x"}
     )
-    (folder / "run_info.json").write_text(json.dumps({"machine": machine}))
+    (folder / "run_info.json").write_text(json.dumps(RUN_INFO.header | {"machine": machine}))
     (folder / "plan.toml").write_text(PLAN.format(micro=2, store=store, more=more))
-    lines = [{"step": 1, "seconds": 10 * STEP_S, "data_s": 0.0, "skipped": False}]
+    lines = [METRICS.header, {"step": 1, "seconds": 10 * STEP_S, "data_s": 0.0, "skipped": False}]
     lines += [
         {"step": 2 + n, "seconds": STEP_S + 0.01, "data_s": 0.01, "skipped": False} for n in range(steps)
     ]
@@ -66,7 +70,7 @@ def run_folder(
             _event("send", NBYTES, 9.0),
             {"name": "run"},
         ]
-        said = {"otherData": {"seconds": {"2": parts}}, "traceEvents": events}
+        said = {**TRACE.header, "otherData": {"seconds": {"2": parts}}, "traceEvents": events}
         (folder / "trace" / f"rank-{rank}.json").write_text(json.dumps(said))
     return folder
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.cluster_file import describe_machine, read_cluster, write_cluster
@@ -18,9 +18,7 @@ MEASURED = (
     AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.05)),
     AllReduceSeries("hierarchical/2", 4, (1024,), (1.0,), (0.0,)),
 )
-CLUSTER = Cluster(
-    VERSION, "2026-01-01", 'a "machine"', "2.13", "gloo", 0, FitError(0.1, 0.05), NETWORK, MEASURED
-)
+CLUSTER = Cluster("2026-01-01", 'a "machine"', "2.13", "gloo", 0, FitError(0.1, 0.05), NETWORK, MEASURED)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +71,14 @@ def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):
         part in told for part in ("rate of -5.0", "did you mean 'ring'?", "round overheads of [1, 1] ranks")
     )
     assert all(fault.location.startswith((str(path), "measured")) for fault in raised.value.diagnostics)
+
+
+def test_a_file_of_another_version_is_refused_with_the_repair(tmp_path: Path):
+    path = tmp_path / "cluster.toml"
+    write_cluster(CLUSTER, path)
+    path.write_text(path.read_text().replace("meshwright cluster", "some cluster"))
+    with pytest.raises(PlanError, match=r"its format is 'some cluster'; needed is 'meshwright cluster'"):
+        read_cluster(path)
 
 
 @pytest.mark.parametrize("text", [None, "", "version = ", "version = 1", b"\xff\xfe"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS
-from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
+from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS, DeviceProfile
 from meshwright.run.measure import jitter
 from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, relative_spread, time_device
 
@@ -31,7 +31,7 @@ def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
     assert 0 < found.call_s < 1e-2
     assert len(found.slices) == jitter.SLICES_PER_BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}
-    profile = DeviceProfile(VERSION, "", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
+    profile = DeviceProfile("", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
     assert not list(profile.diagnostics())
     assert profile.matmul_seconds(20, 20, 8) > 0
 

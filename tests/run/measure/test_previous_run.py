@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import RUN_INFO, TRACE
 from meshwright.run.measure.previous_run import read_previous_run
 from tests.run.measure.run_folders import COMPUTED_S, NBYTES, SENT_S, STEP_S, run_folder
 
@@ -60,12 +61,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
         ({}, "there is no machine"),
         ({"machine": {"device": "cpu"}}, "there is no processor"),
         ({"machine": "cpu"}, 'machine is "cpu"'),
-        ([], "[] is written where a table with machine is needed"),
     ],
 )
-def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, content: object, message: str):
+def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, content: dict, message: str):
     folder = run_folder(tmp_path / "run")
-    (folder / "run_info.json").write_text(json.dumps(content))
+    (folder / "run_info.json").write_text(json.dumps(RUN_INFO.header | content))
     with pytest.raises(PlanError, match=r"run_info.json: it does not say which device computed: ") as raised:
         read_previous_run(folder)
     assert message in str(raised.value)
@@ -120,9 +120,9 @@ PARTS = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.1)
         ),
     ],
 )
-def test_a_trace_that_is_damaged_is_named_and_may_be_left_away(tmp_path: Path, content: object, message: str):
+def test_a_trace_that_is_damaged_is_named_and_may_be_left_away(tmp_path: Path, content: dict, message: str):
     folder = run_folder(tmp_path / "run")
-    (folder / "trace" / "rank-0.json").write_text(json.dumps(content))
+    (folder / "trace" / "rank-0.json").write_text(json.dumps(TRACE.header | content))
     with pytest.raises(PlanError, match=r"rank-0.json: no trace as `train` writes it: ") as raised:
         read_previous_run(folder)
     assert message in str(raised.value)

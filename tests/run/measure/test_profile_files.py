@@ -63,6 +63,15 @@ def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):
     assert all(fault.location.startswith(str(path)) for fault in raised.value.diagnostics)
 
 
+def test_a_file_of_another_version_is_refused_with_the_repair(tmp_path: Path):
+    path = tmp_path / "device.toml"
+    write_profile(profile(), path)
+    path.write_text(path.read_text().replace("version = 1", "version = 2"))
+    with pytest.raises(PlanError, match=r"device\.toml: its version is 2(?s:.*)measure again") as raised:
+        read_profile(path)
+    assert len(raised.value.diagnostics) == 1
+
+
 @pytest.mark.parametrize("text", [None, "", "version = ", "version = 1", b"\xff\xfe"])
 def test_a_file_that_is_none_is_refused_with_a_repair(text: str | bytes | None, tmp_path: Path):
     path = tmp_path / "device.toml"

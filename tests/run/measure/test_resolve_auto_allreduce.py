@@ -11,9 +11,10 @@ from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import PLAN
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
@@ -22,7 +23,7 @@ TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"
 NETWORK = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
 RING = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
 CLUSTER = Cluster(
-    VERSION, "", describe_machine(), torch.__version__, TRANSPORT, 1, FitError(0.1, 0.1), NETWORK, (RING,)
+    "", describe_machine(), torch.__version__, TRANSPORT, 1, FitError(0.1, 0.1), NETWORK, (RING,)
 )
 AUTO = (BatchSplit(), DDP(algorithm="auto"))
 MESH = Mesh(dp_replicate=3)
@@ -84,7 +85,8 @@ def test_a_measurement_of_another_machine_or_transport_is_told(tmp_path: Path):
 def begun(folder: Path, algorithm: str, ranks: int = 3) -> None:
     (folder / "checkpoints" / "step-00000010").mkdir(parents=True)
     tables = [{"name": "batch_split", "axis": "dp_replicate"}, DDP(algorithm=algorithm).as_dict()]
-    (folder / "plan.toml").write_text(tomli_w.dumps({"mesh": {"dp_replicate": ranks}, "strategies": tables}))
+    document = {**PLAN.header, "mesh": {"dp_replicate": ranks}, "strategies": tables}
+    (folder / "plan.toml").write_text(tomli_w.dumps(document))
 
 
 def test_a_run_that_goes_on_keeps_its_rule_and_reads_no_cluster(tmp_path: Path):
@@ -94,6 +96,14 @@ def test_a_run_that_goes_on_keeps_its_rule_and_reads_no_cluster(tmp_path: Path):
     assert notes == [
         f"auto keeps 'tree <= 8 KiB, else naive' for ddp, with which the run in {tmp_path} began"
     ]
+
+
+def test_a_run_whose_plan_is_of_another_version_does_not_choose_anew(file: str, tmp_path: Path):
+    begun(tmp_path, "naive")
+    text = (tmp_path / "plan.toml").read_text()
+    (tmp_path / "plan.toml").write_text(text.replace("version = 1", "version = 2"))
+    with pytest.raises(PlanError, match=r"plan\.toml: its version is 2(?s:.*)make the plan again"):
+        choose_algorithms(AUTO, MESH, file, tmp_path)
 
 
 @pytest.mark.parametrize(("algorithm", "ranks"), [("tree", 2), ("no such rule", 3)])

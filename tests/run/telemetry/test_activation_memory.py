@@ -37,9 +37,8 @@ class Stepper:
         blocks = dict(self.model.named_children())
         parameters = dict(self.model.named_parameters())
         trained = TrainedModule(self.model, blocks, parameters, ANALYZED.model_spec, {})
-        self.state = SimpleNamespace(trained_module=trained)
         self._driver = ForwardDriver(blocks, cut_graph=False)
-        self.observe_block_outputs = self._driver.use_output_observer
+        self.state = SimpleNamespace(trained_module=trained, driver=self._driver)
         self._inputs = torch.ones(16, 4)
 
     def step(self) -> list[torch.Tensor]:
@@ -90,7 +89,7 @@ def planned_and_measured(folder: Path, mesh: Mesh, *strategies: Strategy) -> lis
         executor.close()
         peak = 0
         sizes: dict[str, int] = {}
-        for action in executor.plan.actions:
+        for action in executor.state.plan.actions:
             sizes |= {each.name: each.nbytes for each in action.allocations if each.name.startswith(SAVED)}
             peak = max(peak, sum(sizes.values()))
             for name in action.frees:

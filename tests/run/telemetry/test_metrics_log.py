@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.telemetry.metrics_log import MetricsLog
+from meshwright.plan.job.file_format import METRICS
+from meshwright.run.telemetry.metrics_log import MetricsLog, read_metrics
 
 
 def line(step: int, loss: float = 0.5, **others: object) -> dict:
@@ -24,7 +25,7 @@ def written(folder: Path, *lines: dict) -> str:
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_new_steps_are_appended_and_nothing_is_said(tmp_path):
@@ -76,6 +77,25 @@ def test_a_line_that_a_kill_cut_short_is_removed(tmp_path, cut):
 
 
 @pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ({**METRICS.header, "version": 2}, "its version is 2; this meshwright reads version 1"),
+        ({**METRICS.header, "format": "other"}, "its format is 'other'; needed is 'meshwright metrics'"),
+        (line(1), "it names no format and version; needed are 'meshwright metrics', version 1"),
+    ],
+)
+def test_a_file_of_another_version_is_refused_and_not_appended_to(tmp_path, header, problem):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(PlanError) as caught:
+        MetricsLog(tmp_path)
+    (fault,) = caught.value.diagnostics
+    assert (fault.location, fault.problem[: len(problem)]) == (f"{path}:1", problem)
+    assert "move the file away" in fault.fix
+    assert path.read_text() == json.dumps(header) + "\n"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "{",
@@ -94,6 +114,6 @@ def test_a_whole_line_of_something_else_is_refused_with_its_place(tmp_path, text
     with pytest.raises(PlanError) as caught:
         MetricsLog(tmp_path)
     (fault,) = caught.value.diagnostics
-    assert fault.location == f"{tmp_path / 'metrics.jsonl'}:2"
+    assert fault.location == f"{tmp_path / 'metrics.jsonl'}:3"
     assert "is not one of metrics" in fault.problem
     assert "remove the line" in fault.fix

@@ -15,6 +15,7 @@ from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry import rank_profile
 from meshwright.run.telemetry.chrome_trace import trace_path
+from meshwright.run.telemetry.metrics_log import read_metrics
 from meshwright.run.telemetry.rank_profile import RankUsage, rank_usage_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
@@ -78,7 +79,7 @@ def test_every_rank_traces_the_same_steps(plan):
 
 
 def test_lines_of_metrics_say_what_waiting_for_data_and_saving_took(plan):
-    lines = [json.loads(line) for line in (Path(plan.run.folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(Path(plan.run.folder) / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(0 < line["data_s"] < line["seconds"] for line in lines)
     assert [line["save_s"] > 0 for line in lines] == [False, False, True, False]

@@ -19,6 +19,7 @@ from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, resume
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
+from meshwright.run.telemetry.metrics_log import read_metrics
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
@@ -86,7 +87,7 @@ class SmallRun:
         return run_on_threads(rank, plan.mesh)
 
     def lines(self, kind: str = "") -> dict[int, dict[str, Any]]:
-        lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(self.folder / "metrics.jsonl")
         return {line["step"]: line for line in lines if line.get("kind", "") == kind}
 
     def losses(self, kind: str = "") -> dict[int, float]:

@@ -23,6 +23,7 @@ from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, ResumeResult, r
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
+from meshwright.run.telemetry.metrics_log import read_metrics
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
@@ -83,7 +84,7 @@ class SmallRun:
         return sorted(path.name for path in (self.folder / CHECKPOINTS_FOLDER).iterdir())
 
     def journal(self) -> dict[int, tuple[float, float, int]]:
-        lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(self.folder / "metrics.jsonl")
         return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"]) for line in lines}
 
 
@@ -319,7 +320,7 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
             PlanError, match=r"(?s)nothing counts in any of the 24 samples, all trained on up to step 2.*-100"
         ):
             run_on_threads(rank, plan.mesh)
-    skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    skipped = [line["skipped"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert (
         skipped == [True, True]
         if not valid

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.plan.job.file_format import BEST_CHECKPOINT
 from meshwright.plan.job.job import EvalConfig
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
@@ -48,9 +49,9 @@ def test_another_number_of_ranks_evaluates_to_the_same(tmp_path, ranks):
 
 def test_the_best_checkpoint_stays_and_is_named(whole):
     assert whole.kept() == [6, 8, 12], "the newest two, and the best"
-    assert whole.best() == {"step": 6, "folder": "step-00000006", "loss": 1.0}
+    assert whole.best() == {**BEST_CHECKPOINT.header, "step": 6, "folder": "step-00000006", "loss": 1.0}
     _, meta = load_tensors(whole.at(12))
-    assert EvalHistory.from_saved(meta["eval_history"]).best_step == 6
+    assert EvalHistory(**meta["eval_history"]).best_step == 6
 
 
 def test_without_keep_best_no_checkpoint_more_is_saved(tmp_path):

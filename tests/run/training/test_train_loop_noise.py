@@ -27,7 +27,7 @@ def test_a_run_that_does_not_measure_it_says_none_and_saves_nothing_of_it(tmp_pa
     run = SmallRun(tmp_path, ranks=3)
     run.play()
     assert {line["noise_scale"] for line in run.lines().values()} == {None}
-    assert not [name for name in load_tensors(run.at(12))[0] if name.startswith("noise/")]
+    assert not [name for name in load_tensors(run.at(12))[0] if name.startswith("state/noise_scale/")]
 
 
 @pytest.mark.parametrize("last", [3, 7])
@@ -40,5 +40,5 @@ def test_the_averages_go_on_after_a_resume_as_if_nothing_had_happened(tmp_path, 
     assert {step: line["noise_scale"] for step, line in run.lines().items()} == {
         step: line["noise_scale"] for step, line in straight.lines().items()
     }
-    assert "noise/averages" in load_tensors(straight.at(12))[0]
+    assert "state/noise_scale/averages" in load_tensors(straight.at(12))[0]
     assert compare_checkpoints(run.at(12), straight.at(12)) == []

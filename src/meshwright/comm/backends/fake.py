@@ -162,7 +162,7 @@ class FakeWorld(World):
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """Returns the group along `axes`. Raises PlanError for an unknown axis."""
-        key = ordered_axes(tuple(axes)), tuple(member_indices)
+        key = ordered_axes(self.mesh, tuple(axes)), tuple(member_indices)
         if key not in self._groups:
             ranks = member_ranks(self.mesh.peers(self.rank, key[0]), member_indices, self.rank)
             self._groups[key] = FakeGroup(key[0], ranks, ranks.index(self.rank), self.ledger)

@@ -359,6 +359,8 @@ class TorchGroup(Group):
                 f"{', '.join(map(str, self.ranks))}"
             )
             raise CollectiveError(f"{text}. Ask the world of this process for groups")
+        if not self.on_gloo and self.watchdog.pending_works is not None:
+            self.watchdog.pending_works.add(self.ledger.flight_recorder.sequence_id, work.is_completed)
         issued = TorchWork(work, asked, keep, finish)
         return P2PWork(issued) if pairwise else issued
 

@@ -402,7 +402,7 @@ class ThreadWorld(World):
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """Returns the group along `axes`. Raises PlanError for an unknown axis."""
-        along = ordered_axes(tuple(axes))
+        along = ordered_axes(self.mesh, tuple(axes))
         key = along, tuple(member_indices)
         if key not in self._groups:
             ranks = member_ranks(self.mesh.peers(self.rank, along), member_indices, self.rank)

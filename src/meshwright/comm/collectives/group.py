@@ -190,6 +190,13 @@ class World(ABC):
         ranks at these indices; any other rank calls it too, and gets a group of itself alone.
         """
 
+    def create_groups(self, keys: Iterable[tuple[tuple[str, ...], tuple[int, ...]]]) -> None:
+        """Creates the groups of `keys` (axes, member indices) ahead of their first use; all ranks call it
+        with the same keys.
+        """
+        for axes, member_indices in sorted(keys):
+            self.group(axes, member_indices)
+
     @abstractmethod
     def close(self) -> None:
         """Releases the resources of the world; a second call does nothing."""

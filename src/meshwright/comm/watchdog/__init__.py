@@ -1,6 +1,7 @@
 """Limits on waits, and the diagnosis of a hang.
 
 watchdog              limits every wait, and asks all ranks for their status when one is exceeded
+pending_works         collectives of a backend whose waits do not block, and which of them does not end
 rank_status           the status of one rank: its stack, its waits, its last collectives
 hang_report           compares the statuses and names the ranks that caused the hang
 desync_check          compares collectives across ranks before they are issued

@@ -19,6 +19,10 @@ A rank that fails raises the alarm before its connections close, so the others r
 does not answer within `ANSWER_TIMEOUT_S` is observed from outside if it is on this host. hang_report.py draws
 the conclusion.
 
+A wait for NCCL does not block, and the main thread is stuck where it reads a number. There the thread reads
+the limits off the oldest collective that has not ended (pending_works.py), and it reports and ends the
+process, since the main thread hears nothing.
+
 A backend waits like this; `check` raises when the limit is reached or the alarm was raised, and `error_for`
 turns an error of the backend into a diagnosis:
 
@@ -44,6 +48,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives.flight_recorder import open_ring, read_ring
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.comm.watchdog.hang_report import diagnose_hang
+from meshwright.comm.watchdog.pending_works import PendingWorks
 from meshwright.comm.watchdog.process_identity import host_id
 from meshwright.comm.watchdog.process_probe import ProbeTarget, ProcessProbe
 from meshwright.comm.watchdog.rank_status import PendingWait, RankStatus, main_thread_stack, traceback_frames
@@ -57,6 +62,7 @@ POLL_INTERVAL_S = 0.25  # how often a rank looks whether somebody asks; longer w
 MAX_RANKS_PER_POLL = 400  # so that the store serves no more than so many looks in `LOOK_S`
 ANSWER_TIMEOUT_S = 1.5  # for a rank to answer; its thread needs `LOOK_S`
 ABANDON_AFTER_S = 15.0  # for the main thread to notice that another rank has failed
+STUCK_AFTER_S = 3.0  # the same where waits do not block, and the oldest collective has not ended
 SHORT_POLL_S = 0.03
 SETTLE_S = 0.3  # for a process that closed its connections to be gone, and for its last word to arrive
 MAX_READABLE_NEIGHBOURS = 64  # ranks of a host that look into each other's memory
@@ -65,11 +71,12 @@ MAX_READABLE_NEIGHBOURS = 64  # ranks of a host that look into each other's memo
 class Watchdog:
     """Watches the waits of one rank. Without a `store` it cannot reach other ranks, and only the limits hold.
 
-    `limits` are those of the phases that `ledger.phase` names. The thread calls `on_abandon` if the alarm was
-    raised `ABANDON_AFTER_S` ago and the main thread has not reacted; by default it does nothing.
+    `limits` are those of the phases that `ledger.phase` names. The thread calls `on_abandon(diagnosis)` if
+    the alarm was raised `ABANDON_AFTER_S` ago and the main thread has not reacted; by default it does
+    nothing. `pending_works` are those of a backend whose waits do not block.
     """
 
-    on_abandon: Callable[[], None]
+    on_abandon: Callable[[CollectiveError], None]
 
     def __init__(
         self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: WaitLimits
@@ -77,6 +84,7 @@ class Watchdog:
         self.limits, self.on_abandon = limits, _leave_running
         self._mesh, self._rank, self._ledger = mesh, rank, ledger
         self._store = None if store is None else StoreClient.for_rank(store, rank)
+        self.pending_works: PendingWorks | None = None
         self._waits: dict[int, tuple[int, float]] = {}  # by thread: the order of the collective, since when
         self._process_probes: dict[int, ProcessProbe] = {}
         self._rings: dict[int, mmap] = {}
@@ -87,6 +95,7 @@ class Watchdog:
         if self._store is not None and mesh.world_size > 1:
             self._probe_target = ProbeTarget(ledger.flight_recorder.move_to_shared_memory())
             self._store.set(f"born/{rank}", json.dumps(asdict(self._probe_target.probe)))
+            self.pending_works = PendingWorks()
             self._thread = threading.Thread(target=self._serve, daemon=True, name="watchdog")
             self._thread.start()
             atexit.register(self._on_exit)
@@ -164,6 +173,8 @@ class Watchdog:
         while not self._closed.wait(self._pause_s()):
             try:
                 self._find_peers()
+                if self._is_stuck(self.limit_s()) and self._store is not None:
+                    self._store.set("alarm", str(self._rank))
                 if self._store is not None and self._store.check(["alarm"]):
                     self._publish_status()
                     self._alarmed.set()
@@ -172,8 +183,22 @@ class Watchdog:
                 continue
             except RuntimeError:  # the store is gone: so is the rank that kept it, and connections will break
                 break
-        if not self._closed.wait(ABANDON_AFTER_S):
-            self.on_abandon()
+        alarmed_at = time.monotonic()
+        while not self._closed.wait(WAIT_SLICE_S):
+            patience_s = ABANDON_AFTER_S if self._oldest_pending() is None else STUCK_AFTER_S
+            if time.monotonic() - alarmed_at > patience_s:
+                diagnosis = self.diagnose(f"rank {self._rank} is stuck: another rank failed, or gave up")
+                if not self._closed.is_set():
+                    self.on_abandon(diagnosis)
+                break
+
+    def _oldest_pending(self) -> tuple[int, float] | None:
+        return None if self.pending_works is None else self.pending_works.oldest()
+
+    def _is_stuck(self, limit_s: float) -> bool:
+        """Whether the oldest collective of a backend whose waits do not block has exceeded the limit."""
+        oldest = self._oldest_pending()
+        return oldest is not None and oldest[1] > limit_s
 
     def _pause_s(self) -> float:
         """Seconds until the next poll.
@@ -213,6 +238,8 @@ class Watchdog:
     def _own_status(self) -> RankStatus:
         now = time.monotonic()
         waits = tuple(PendingWait(order, now - since) for order, since in list(self._waits.values()))
+        if not waits and (oldest := self._oldest_pending()) is not None:
+            waits = (PendingWait(*oldest),)
         ledger = self._ledger
         recent, stack = tuple(ledger.flight_recorder.entries()), main_thread_stack()
         return RankStatus(
@@ -342,7 +369,7 @@ def wait_until(wait: WatchedWait, is_done: Callable[[float], bool]) -> None:
         wait.check()
 
 
-def _leave_running() -> None:
+def _leave_running(diagnosis: CollectiveError) -> None:
     """Leave a stuck process to whoever started it."""
 
 

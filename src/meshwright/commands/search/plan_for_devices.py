@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshwright.commands.config_help.key_reference import toml_text
-from meshwright.commands.plan import ResolvedRequest, resolve_config
+from meshwright.commands.plan import ResolvedRequest, checked_request, read_config, resolve
 from meshwright.commands.predict import predict_plan
 from meshwright.commands.search.best_plan_to_config import mesh_sizes, strategy_tables
 from meshwright.commands.search.constraints import SearchConstraints, base_config
@@ -24,22 +23,24 @@ from meshwright.commands.search.no_result import no_result_error
 from meshwright.commands.search.resolve_model_sizes import config_size, model_shape
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, compare_data_parallel
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, search
 from meshwright.report.search.search_result import config_text, data_parallel_reason, to_gib
 from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
-from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.resolve_config import OpenedRequest, open_valid_request, plan_request
+from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
 
 NUM_TRIED = 8
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """Overrides of a config that set mesh, strategies and micro-batch; `text` describes them."""
+    """A request with a mesh, its strategies and a micro-batch; `text` describes these."""
 
-    overrides: tuple[str, ...]
+    request: PlanRequest
     text: str
 
 
@@ -54,17 +55,17 @@ class _Allowed:
 
 @dataclass(frozen=True)
 class _Devices:
-    """Devices that a config is planned for; `hardware` and `cluster` are "" if they are not known."""
+    """Devices that a model is planned for; `hardware` and `cluster` are "" if they are not known."""
 
-    config: Path
-    overrides: Sequence[str]
+    opened: OpenedRequest
     count: int
     hardware: str
     cluster: str
 
     def resolve(self, choice: _Choice) -> ResolvedRequest:
-        """Returns the resolved request under `choice`. Raises PlanError."""
-        return resolve_config(self.config, [*self.overrides, *choice.overrides], self.count, needs_data=False)
+        """Returns the resolved request of `choice`. Raises PlanError."""
+        mesh = Mesh.infer(choice.request.mesh, self.count)
+        return checked_request(choice.request, plan_request(choice.request, mesh, self.opened))
 
 
 def resolve_for_devices(
@@ -74,12 +75,15 @@ def resolve_for_devices(
 
     Raises PlanError for a mesh of another size, and if no plan for so many devices is allowed.
     """
-    request = read_request(config, overrides, STRATEGIES)
+    request = read_config(config, overrides)
     if count == 1 or _has_mesh(request):
-        return resolve_config(config, overrides, count, needs_data=False)
+        return resolve(request, count, needs_data=False)
     run = request.run
-    devices = _Devices(config, overrides, count, hardware or run.hardware, cluster or run.cluster)
-    dp_shard = _Choice(("--mesh.dp_shard", str(count)), f"dp_shard {count}, data parallelism with ZeRO 3")
+    opened = open_valid_request(request, needs_data=False)
+    devices = _Devices(opened, count, hardware or run.hardware, cluster or run.cluster)
+    dp_shard = _Choice(
+        replace(request, mesh={"dp_shard": count}), f"dp_shard {count}, data parallelism with ZeRO 3"
+    )
     why, notes = "", list[str]()
     if not devices.hardware:
         why = "; --hardware h100 searches the fastest"
@@ -102,7 +106,7 @@ def _has_mesh(request: PlanRequest) -> bool:
     return bool(
         any(size != 1 for size in request.mesh.values())
         or request.strategies is not None
-        or "plan_hash" in request.extra
+        or request.extra  # of a plan file
     )
 
 
@@ -117,9 +121,17 @@ def _search_plan(request: PlanRequest, devices: _Devices, notes: list[str]) -> _
     if comparison is not None and alone is None:
         notes += data_parallel_reason(wanted, comparison)
     errors: list[PlanError] = []
-    first = _first_allowed([alone] if alone else [], devices, wanted.usable_memory, notes, errors)
     others = [each for each in found.best if alone is None or each.config != alone.config]
-    second = _first_allowed(others, devices, wanted.usable_memory, notes, errors)
+    first, second = (
+        _first_allowed(
+            (_Choice(_with_candidate(request, each), config_text(each)) for each in candidates),
+            devices,
+            wanted.usable_memory,
+            notes,
+            errors,
+        )
+        for candidates in ([alone] if alone else [], others)
+    )
     if first is None or second is None:
         only = first or second
         if only is None:
@@ -146,14 +158,13 @@ def _search_request(request: PlanRequest, devices: _Devices) -> SearchRequest:
 
 
 def _first_allowed(
-    candidates: Iterable[Candidate],
+    choices: Iterable[_Choice],
     devices: _Devices,
     usable_memory: float,
     notes: list[str],
     errors: list[PlanError],
 ) -> _Allowed | None:
-    for candidate in candidates:
-        choice = _Choice(_overrides(candidate), config_text(candidate))
+    for choice in choices:
         try:
             resolved = devices.resolve(choice)
         except PlanError as error:
@@ -172,9 +183,10 @@ def _first_allowed(
     return None
 
 
-def _overrides(candidate: Candidate) -> tuple[str, ...]:
-    words = [
-        word for axis, size in mesh_sizes(candidate.config).items() for word in (f"--mesh.{axis}", str(size))
-    ]
-    tables = toml_text([*strategy_tables(candidate)])
-    return *words, "--strategies", tables, "--micro_batch", f"{candidate.config.micro_batch:g}"
+def _with_candidate(request: PlanRequest, candidate: Candidate) -> PlanRequest:
+    return replace(
+        request,
+        mesh=mesh_sizes(candidate.config),
+        strategies=strategies_from_tables(strategy_tables(candidate), STRATEGIES),
+        micro_batch=int(candidate.config.micro_batch),
+    )

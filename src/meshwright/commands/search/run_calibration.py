@@ -13,7 +13,7 @@ from meshwright.commands.search.constraints import schedule_costs
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import Mesh, axes_with
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
@@ -124,7 +124,7 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
         diagnostics.append(Diagnostic(text, "calibrate with a run with 1f1b", WHERE))
     if diagnostics or schedule_profile is None:
         raise PlanError.from_diagnostics(diagnostics)
-    dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
+    dp, batch = mesh.group_size(axes_with("samples")), request.job.train.batch
     micro_batch = request.micro_batch or batch // dp
     grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
     return ParallelConfig(

@@ -12,111 +12,85 @@ uses no parameter that the plan does not know of.
 
 from collections.abc import Callable
 
-from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
-from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
-from meshwright.engine.forward_backward.stage_send_recv import StageIO
-from meshwright.engine.forward_backward.step_rng import StepRNG
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.autograd_partition import split_graph
-from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDriver, ForwardPass, backward
-from meshwright.model.blocks.split_backward import WeightBackward, input_backward
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass, backward
+from meshwright.model.blocks.split_backward import input_backward
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 
 class BackwardHandlers:
-    """Handlers of B, I and W over one rank's state."""
+    """Handlers of B, I, W and RECOMPUTE over one rank's state."""
 
-    def __init__(self, state: RankState, step_rng: StepRNG, stage_io: StageIO | None) -> None:
-        self._state, self._step_rng, self._stage_io = state, step_rng, stage_io
-        self._pending_weight_grads: dict[tuple[str, int], WeightBackward] = {}
+    def __init__(self, state: RankState) -> None:
+        self._state = state
         self.handlers: dict[str, Handler] = {
             "B": self.full_backward,
             "I": self.input_backward,
             "W": self.weight_backward,
+            "RECOMPUTE": self.recompute,
         }
-
-    def clear(self) -> None:
-        """Drops halves that a failed step has left."""
-        self._pending_weight_grads.clear()
-
-    def full_backward(self, action: Action) -> None:
-        """Computes the gradients of a block call's inputs and weights."""
-        self._run_backward(action, backward)
-
-    def input_backward(self, action: Action) -> None:
-        """Computes the gradients of a block call's inputs, and records what its weights still need."""
-
-        def input_half(call: BlockCall) -> None:
-            self._pending_weight_grads[action.subject, action.microbatch or 0] = input_backward(call)
-
-        self._run_backward(action, input_half)
-
-    def weight_backward(self, action: Action) -> None:
-        """Computes the gradients of a block call's weights."""
-        pending = self._pending_weight_grads.pop((action.subject, action.microbatch or 0), None)
-        if pending is not None:
-            with self._step_rng.forbid_draws():
-                pending.run()
-
-    def _run_backward(self, action: Action, run: Callable[[BlockCall], None]) -> None:
-        microbatch, stage_io = action.microbatch or 0, self._stage_io
-        _, final_glue = self._state.final_glue.pop(microbatch, (None, None))
-        if final_glue is not None:  # the glue after the last block, when the outputs have their gradient
-            backward(final_glue)
-        call = self._state.forward_passes[microbatch].block_calls.pop(action.subject, None)
-        if call is None and stage_io is not None and not stage_io.is_stage_boundary(action.subject):
-            return  # within a part that is one graph
-        with self._step_rng.forbid_draws():
-            if stage_io is not None:
-                stage_io.begin_backward(action.subject, microbatch)
-            if call is not None:
-                run(call)
-            if stage_io is not None:
-                stage_io.end_backward(action.subject, microbatch)
-
-
-class RecomputeHandler:
-    """The handler of RECOMPUTE over one rank's state."""
-
-    def __init__(
-        self,
-        state: RankState,
-        driver: ForwardDriver,
-        block_collectives: BlockCollectives,
-        step_rng: StepRNG,
-        sequence_runner: FullSequenceRunner,
-    ) -> None:
-        self._state, self._driver, self._block_collectives, self._step_rng, self._sequence_runner = (
-            state,
-            driver,
-            block_collectives,
-            step_rng,
-            sequence_runner,
-        )
-        self.handlers: dict[str, Handler] = {"RECOMPUTE": self.recompute}
         self._checked_calls: set[str] = set()
         self._block_calls_by_param = {
             weight.name: weight.block_calls for weight in state.trained_module.model_spec.params
         }
 
+    def full_backward(self, action: Action) -> None:
+        """Computes the gradients of a block call's inputs and weights."""
+        run_backward(self._state, action, backward)
+
+    def input_backward(self, action: Action) -> None:
+        """Computes the gradients of a block call's inputs, and records what its weights still need."""
+
+        def input_half(call: BlockCall) -> None:
+            key = action.subject, action.microbatch or 0
+            self._state.step.weight_backwards[key] = input_backward(call)
+
+        run_backward(self._state, action, input_half)
+
+    def weight_backward(self, action: Action) -> None:
+        """Computes the gradients of a block call's weights."""
+        pending = self._state.step.weight_backwards.pop((action.subject, action.microbatch or 0), None)
+        if pending is not None:
+            with self._state.step_rng.forbid_draws():
+                pending.run()
+
     def recompute(self, action: Action) -> None:
         """Runs a checkpointed block call again; does nothing for others and those that did not run."""
-        self._block_collectives.begin_block(action.name)
-        microbatch = action.microbatch or 0
-        call = self._state.forward_passes[microbatch].block_calls.get(action.subject)
+        state, microbatch = self._state, action.microbatch or 0
+        state.collectives.begin_block(action.name)
+        call = state.step.forward_passes[microbatch].block_calls.get(action.subject)
         if call is None or call.checkpoint is None:
             return
         with (
-            self._step_rng.recompute_context(microbatch, call.name),
-            self._sequence_runner.recompute_context(self._state.microbatches[microbatch], call.name),
+            state.step_rng.recompute_context(microbatch, call.name),
+            state.sequence_runner.recompute_context(state.step.microbatches[microbatch], call.name),
         ):
-            self._driver.recompute(call)
+            state.driver.recompute(call)
         if call.name not in self._checked_calls:
             self._checked_calls.add(call.name)
             single_pass = ForwardPass(
                 lambda name: None, block_calls={call.name: BlockCall(call.name, call.outputs)}
             )
             split_graph(single_pass, BlockCall("")).check_param_users(
-                self._state.trained_module.trainable_parameters, self._block_calls_by_param
+                state.trained_module.trainable_parameters, self._block_calls_by_param
             )
+
+
+def run_backward(state: RankState, action: Action, run: Callable[[BlockCall], None]) -> None:
+    """Runs the backward `run` of the block call of `action`, between what its stage receives and sends."""
+    microbatch, stage_io = action.microbatch or 0, state.stage_io
+    _, final_glue = state.step.final_glue.pop(microbatch, (None, None))
+    if final_glue is not None:  # the glue after the last block, when the outputs have their gradient
+        backward(final_glue)
+    call = state.step.forward_passes[microbatch].block_calls.pop(action.subject, None)
+    if call is None and stage_io is not None and not stage_io.is_stage_boundary(action.subject):
+        return  # within a part that is one graph
+    with state.step_rng.forbid_draws():
+        if stage_io is not None:
+            stage_io.begin_backward(action.subject, microbatch)
+        if call is not None:
+            run(call)
+        if stage_io is not None:
+            stage_io.end_backward(action.subject, microbatch)

@@ -37,18 +37,18 @@ from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding
 from meshwright.plan.sharding.tensor_placements import P, R, S
 
 
-def make_sequence_runner(plan: Plan, state: RankState) -> "FullSequenceRunner":
+def make_sequence_runner(state: RankState) -> "FullSequenceRunner":
     """Returns how this rank runs the model: on full sequences, or on its shards of them."""
+    plan = state.plan
     sequence_sharding, sequence_info = plan.sharding.sequence_sharding, plan.model_spec.sequence_info
     return (
         FullSequenceRunner(state)
         if sequence_sharding is None or sequence_info is None
-        else ShardedSequenceRunner(plan, state, sequence_sharding, sequence_info)
+        else ShardedSequenceRunner(state, sequence_sharding, sequence_info)
     )
 
 
@@ -112,15 +112,15 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     """A rank that has a shard of each sequence."""
 
     def __init__(
-        self, plan: Plan, state: RankState, sequence_sharding: SequenceSharding, sequence_info: SequenceInfo
+        self, state: RankState, sequence_sharding: SequenceSharding, sequence_info: SequenceInfo
     ) -> None:
         ShardedForward.__init__(self, sequence_info, SequenceLengths(self._token_shard, {}))
         FullSequenceRunner.__init__(self, state)
         self._sequence_sharding, self._sequence_info = sequence_sharding, sequence_info
-        self._group = state.world.group(plan.sharding.token_axes)
+        self._group = state.world.group(state.plan.sharding.token_axes)
         self.is_first_rank = self._group.index == 0
         # under autocast, what glue brings together travels as products take it
-        precision = plan.job.precision
+        precision = state.plan.job.precision
         self._comm_dtype = (
             None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         )

@@ -10,7 +10,7 @@ runs in eval mode and without gradients; its state is restored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from math import exp, inf
@@ -19,23 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
+from meshwright.engine.runtime.mixed_precision import autocast
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_errors import explain_forward_errors
-from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.loss.loss_definition import Loss
-from meshwright.model.rng.stateless_dropout import StatelessDropout
-from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 
 EVALUATION_ACTION = "EVALUATE"  # name in the ledger
-EVALUATION_DRAW_SITE = (
-    "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
-)
 
 
 @dataclass(frozen=True)
@@ -60,38 +53,27 @@ class Evaluation:
         return {"loss": self.loss, **perplexity, "tokens": self.tokens, **self.metrics}
 
 
-def evaluate(
-    plan: Plan,
-    state: RankState,
-    driver: ForwardDriver,
-    stateless_rng: StatelessRNG | None,
-    sequence_runner: FullSequenceRunner,
-    autocast: AbstractContextManager,
-    batches: Iterable[LocalBatch],
-    *,
-    forward_is_collective: bool = False,
-) -> Evaluation:
+def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
     """Returns the loss over the samples in `batches` of all ranks; every rank calls it.
 
-    Each batch holds this rank's samples of a global one (None: it has none), as for a step.
-    `forward_is_collective`: ranks communicate within a forward, so one that has run out of batches takes part
-    in those of others, which costs 8 bytes per batch. Pipeline ranks call it with the same samples.
+    Each batch holds this rank's samples of a global one (None: it has none), as for a step. Where ranks
+    communicate within a forward, one that has run out of batches takes part in those of others, which costs
+    8 bytes per batch. Pipeline ranks call it with the same samples.
     Parameters, buffers, modes and random streams are unchanged. Raises PlanError when nothing counts in any
     batch of any rank, and for a loss of the whole batch, which has no meaning over batches.
     """
     raise_diagnostics(whole_batch_diagnostics(state.loss))
-    module, is_pipelined = state.trained_module.module, bool(plan.sharding.block_calls_by_pp_rank)
+    plan, sequence_runner = state.plan, state.sequence_runner
+    is_pipelined = bool(plan.sharding.block_calls_by_pp_rank)
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
-    with evaluation_mode(module, autocast, stateless_rng):
+    with evaluation_mode(state):
         microbatches = _microbatches(
-            _until_all_end(batches, state, plan) if forward_is_collective else batches, plan, state
+            _until_all_end(batches, state) if state.flat_params.forward_is_collective else batches, state
         )
         for microbatch, outputs in (
-            PipelinedEvaluation(
-                plan, state, driver, sequence_runner, microbatches, EVALUATION_ACTION
-            ).outputs()
+            PipelinedEvaluation(state, microbatches, EVALUATION_ACTION).outputs()
             if is_pipelined
-            else _outputs(microbatches, state, sequence_runner)
+            else _outputs(microbatches, state)
         ):
             if microbatch.has_samples:
                 sums[0] += sequence_runner.loss_sum(outputs, microbatch.batch)
@@ -101,8 +83,8 @@ def evaluate(
                     else (0.0, 0.0)
                 )
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
-    axes = (*plan.sharding.grad_sum_axes, *(("pp",) if is_pipelined else ()))
-    state.world.group(axes).all_reduce(sums, action=EVALUATION_ACTION).wait()
+    group = state.world.group((*plan.sharding.grad_sum_axes, *plan.sharding.stage_axes))
+    group.all_reduce(sums, action=EVALUATION_ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
         raise no_samples_error()
@@ -110,11 +92,15 @@ def evaluate(
 
 
 @contextmanager
-def evaluation_mode(
-    module: nn.Module, autocast: AbstractContextManager, stateless_rng: StatelessRNG | None
-) -> Iterator[None]:
-    """Puts `module` into eval mode, without gradients and draws; its state is restored afterwards."""
-    with torch.no_grad(), preserve_module_state(module), autocast, _forbid_draws(stateless_rng):
+def evaluation_mode(state: RankState) -> Iterator[None]:
+    """Puts the module into eval mode, without gradients and draws; its state is restored afterwards."""
+    module = state.trained_module.module
+    with (
+        torch.no_grad(),
+        preserve_module_state(module),
+        autocast(state.plan.job.precision, state.world.device),
+        state.step_rng.forbid_evaluation_draws(),
+    ):
         module.eval()
         yield
 
@@ -126,7 +112,8 @@ def no_samples_error() -> PlanError:
     return PlanError(text, fix=fix, location="evaluate")
 
 
-def _microbatches(batches: Iterable[LocalBatch], plan: Plan, state: RankState) -> Iterator[EvalMicrobatch]:
+def _microbatches(batches: Iterable[LocalBatch], state: RankState) -> Iterator[EvalMicrobatch]:
+    plan = state.plan
     for batch in batches:
         microbatches, num_samples = split_microbatches(
             batch, plan, state.trained_module.dummy_batch, state.world.device
@@ -138,24 +125,23 @@ def _microbatches(batches: Iterable[LocalBatch], plan: Plan, state: RankState) -
 
 
 def _outputs(
-    microbatches: Iterable[EvalMicrobatch], state: RankState, dealing: FullSequenceRunner
+    microbatches: Iterable[EvalMicrobatch], state: RankState
 ) -> Iterator[tuple[EvalMicrobatch, Any]]:
+    runner = state.sequence_runner
     for microbatch in microbatches:
         module, inputs = state.trained_module.module, state.loss.model_inputs(microbatch.batch)
         example = state.loss.model_inputs(state.trained_module.dummy_batch)
-        with explain_forward_errors(module, inputs, example), dealing.forward_context(microbatch.batch):
-            outputs = dealing.run_model(module, inputs)
+        with explain_forward_errors(module, inputs, example), runner.forward_context(microbatch.batch):
+            outputs = runner.run_model(module, inputs)
         yield microbatch, outputs
 
 
-def _until_all_end(batches: Iterable[LocalBatch], state: RankState, plan: Plan) -> Iterator[LocalBatch]:
+def _until_all_end(batches: Iterable[LocalBatch], state: RankState) -> Iterator[LocalBatch]:
     """Yields `batches`, and then None until all ranks have had theirs.
 
     Pipeline ranks have the same batches.
     """
-    group = state.world.group(
-        axis for axis in AXES if not (axis == "pp" and plan.sharding.block_calls_by_pp_rank)
-    )
+    group = state.world.group(set(AXES).difference(state.plan.sharding.stage_axes))
     for batch, has_batch in chain(((batch, 1.0) for batch in batches), repeat((None, 0.0))):
         num_ranks_left = torch.full((1,), has_batch, dtype=torch.float64, device=state.world.device)
         group.all_reduce(num_ranks_left, action=EVALUATION_ACTION).wait()
@@ -195,11 +181,3 @@ def preserve_module_state(module: nn.Module) -> Iterator[None]:
             for buffer, version, value in saved:
                 if buffer._version != version:
                     buffer.copy_(value)
-
-
-def _forbid_draws(rng: StatelessRNG | None) -> AbstractContextManager:
-    """Refuses draws, which would depend on how the samples are distributed."""
-    if rng is None:
-        return nullcontext()
-    rng.enter_block(EVALUATION_DRAW_SITE)
-    return StatelessDropout(rng)

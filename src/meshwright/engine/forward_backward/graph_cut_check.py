@@ -20,12 +20,12 @@ from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 
 
-def needs_graph_cuts(plan: Plan) -> bool:
+def needs_graph_cuts(plan: RankPlan) -> bool:
     """Returns whether the graph of a forward is cut at blocks.
 
     Else the backwards of a stage are contiguous.
@@ -42,10 +42,10 @@ def needs_graph_cuts(plan: Plan) -> bool:
     if not plan.sharding.block_calls_by_pp_rank:
         backwards = [i for i, action in enumerate(actions) if action.kind == "B"]
         return backwards[-1] - backwards[0] >= len(backwards)
-    return plan.sharding.model_spec.writes_in_place or "I" in kinds or _stages_interleave(plan, actions)
+    return plan.view.model_spec.writes_in_place or "I" in kinds or _stages_interleave(plan, actions)
 
 
-def _stages_interleave(plan: Plan, actions: tuple[Action, ...]) -> bool:
+def _stages_interleave(plan: RankPlan, actions: tuple[Action, ...]) -> bool:
     """Returns whether other actions lie between the backwards of a stage, or a stage is left out."""
     position = {
         (action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"
@@ -53,7 +53,7 @@ def _stages_interleave(plan: Plan, actions: tuple[Action, ...]) -> bool:
     local_stages = [
         stage.block_calls
         for stage in plan.sharding.stages
-        if stage.block_calls[0] in plan.sharding.model_spec.block_calls
+        if stage.block_calls[0] in plan.view.model_spec.block_calls
     ]
     microbatches = {microbatch for _, microbatch in position}
     spans = [
@@ -71,14 +71,7 @@ def _stages_interleave(plan: Plan, actions: tuple[Action, ...]) -> bool:
 
 
 def check_gradient_paths(
-    plan: Plan,
-    state: RankState,
-    loss: torch.Tensor,
-    microbatch: int,
-    outputs: Any,
-    final_glue: BlockCall,
-    *,
-    is_graph_cut: bool,
+    state: RankState, loss: torch.Tensor, microbatch: int, outputs: Any, final_glue: BlockCall
 ) -> None:
     """Raises PlanError for a loss that is no scalar, or whose gradients bypass blocks.
 
@@ -87,10 +80,10 @@ def check_gradient_paths(
     if loss.shape != ():
         text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
         raise PlanError(text, fix="return total.sum() from Loss.total", location="loss")
-    if not is_graph_cut:
+    if not state.driver.cut_graph:
         return
-    subject = state.trained_module
-    graph = split_graph(state.forward_passes[microbatch], final_glue)
+    subject, plan = state.trained_module, state.plan
+    graph = split_graph(state.step.forward_passes[microbatch], final_glue)
     graph.check_param_users(
         subject.trainable_parameters,
         {weight.name: weight.block_calls for weight in subject.model_spec.params},

@@ -29,7 +29,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.hf.model_from_config import batched_experts
 from meshwright.model.pipeline.forward_graph import ValueRef
@@ -39,7 +38,6 @@ from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.plan import Plan
 
 BROADCAST_DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
@@ -51,8 +49,8 @@ MAX_DIMS = 9  # of a tensor, at most
 class PipelinedForward:
     """Runs blocks in lockstep within `run_in_lockstep`; a rank that has the whole model runs it as usual."""
 
-    def __init__(self, plan: Plan, state: RankState, driver: ForwardDriver) -> None:
-        self._state, self._driver = state, driver
+    def __init__(self, state: RankState) -> None:
+        self._state, plan = state, state.plan
         self._takes_slices = any(
             plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
         )
@@ -67,13 +65,12 @@ class PipelinedForward:
         self._fake_weights_by_block: dict[str, list[dict[str, Any]]] = {}
         self._full_shapes = {
             name: param_sharding.param.shape
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.sliced_dims
             for name in param_sharding.param.names
         }
         self._sharded_layers = {
-            state.trained_module.module.get_submodule(call.name)
-            for call in plan.sharding.model_spec.layer_calls
+            state.trained_module.module.get_submodule(call.name) for call in plan.view.model_spec.layer_calls
         }
 
     @contextmanager
@@ -85,7 +82,7 @@ class PipelinedForward:
         if not self._owners:
             yield
             return
-        with self._driver.use_interceptor(partial(self._run_block, action)):
+        with self._state.driver.use_interceptor(partial(self._run_block, action)):
             yield
 
     def _run_block(self, action: str, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -26,17 +26,14 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
 
@@ -101,23 +98,17 @@ def rank_schedule(
 class PipelinedEvaluation:
     """The forwards of one rank's stages on consecutive microbatches; values are sent for `action`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        driver: ForwardDriver,
-        sequence_runner: FullSequenceRunner,
-        microbatches: Iterator[EvalMicrobatch],
-        action: str,
-    ) -> None:
+    def __init__(self, state: RankState, microbatches: Iterator[EvalMicrobatch], action: str) -> None:
         if state.trained_module.forward_graphs is None:
             raise RuntimeError("the plan has stages, and its model has no recorded forward")
-        self._sharding, self._state, self._driver, self._action = plan.sharding, state, driver, action
+        plan = state.plan
+        self._view, self._sharding = plan.view, plan.sharding
+        self._state, self._action = state, action
         self._forward_graphs, self._compute_dtype = (
             state.trained_module.forward_graphs,
             getattr(torch, plan.job.precision.compute),
         )
-        self._microbatches, self._sequence_runner = microbatches, sequence_runner
+        self._microbatches = microbatches
         self._stage_ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
         self._planned_values = tuple(value for stage in plan.sharding.stages for value in stage.outputs)
         self._max_stages_per_rank = max(map(self._stage_ranks.count, self._stage_ranks))
@@ -187,7 +178,7 @@ class PipelinedEvaluation:
                 )
         # slices are known for sequences of the plan's length
         value_shapes = StageValueShards(
-            self._sharding, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
+            self._view, (*self._planned_values, *(value for stage in stages for value in stage.outputs))
         )
         return _PipelinedForward(
             microbatch,
@@ -247,17 +238,17 @@ class PipelinedEvaluation:
                 "glue_shape": evaluation_forward.value_shapes.glue_shape,
             },
         )
-        with self._sequence_runner.forward_context(evaluation_forward.microbatch.batch):
+        with self._state.sequence_runner.forward_context(evaluation_forward.microbatch.batch):
             call = partial(module, **evaluation_forward.inputs)
             stage_run = run_stage(
                 call,
-                self._driver,
+                self._state.driver,
                 evaluation_forward.forward_graph,
                 local_stage,
                 evaluation_forward.num_samples,
                 inputs,
                 device,
-                sharded_forward=self._sequence_runner.sharded_forward(),
+                sharded_forward=self._state.sequence_runner.sharded_forward(),
                 **options,
             )
         evaluation_forward.values |= stage_run.sent_values

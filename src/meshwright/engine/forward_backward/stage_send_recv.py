@@ -18,17 +18,15 @@ from math import prod
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
-from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, backward, run_backward
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, backward, run_backward
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.microbatch_replay import ScriptCache
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageValue
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Handler
@@ -51,44 +49,32 @@ class _MicrobatchValues:
         return sum(rest, start=first)
 
 
-def make_stage_io(
-    plan: Plan, state: RankState, driver: ForwardDriver, sequence_runner: FullSequenceRunner
-) -> "StageIO | None":
+def make_stage_io(state: RankState) -> "StageIO | None":
     """Returns the sends and receives of this rank's stages; None where it runs the whole model."""
+    plan = state.plan
     if not plan.sharding.block_calls_by_pp_rank:
         return None
     stages, forward_graphs = plan.sharding.stages, state.trained_module.forward_graphs
     if not stages or forward_graphs is None:
         raise RuntimeError("a plan has stages, and the boundaries between them are not recorded")
-    return StageIO(plan, state, driver, sequence_runner, stages, forward_graphs)
+    return StageIO(state, stages, forward_graphs)
 
 
 class StageIO:
     """The stage values of the microbatches that are in flight on this rank."""
 
     def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        driver: ForwardDriver,
-        sequence_runner: FullSequenceRunner,
-        stages: tuple[StageSpec, ...],
-        forward_graphs: ForwardGraphCache,
+        self, state: RankState, stages: tuple[StageSpec, ...], forward_graphs: ForwardGraphCache
     ) -> None:
-        self._state, self._driver, self._forward_graphs, self._sharding, self._sequence_runner = (
-            state,
-            driver,
-            forward_graphs,
-            plan.sharding,
-            sequence_runner,
-        )
-        local_block_calls = set(plan.sharding.model_spec.block_calls)
+        plan = state.plan
+        self._state, self._forward_graphs, self._sharding = state, forward_graphs, plan.sharding
+        local_block_calls = set(plan.view.model_spec.block_calls)
         local_slice = [stage for stage in stages if stage.block_calls[0] in local_block_calls]
         self._stages_by_first = {stage.block_calls[0]: stage for stage in local_slice}
         self._stages_by_last = {stage.block_calls[-1]: stage for stage in local_slice}
         self._values = {stage_value.name: stage_value for stage in stages for stage_value in stage.outputs}
         self._value_shards, self._compute_dtype = (
-            StageValueShards(plan.sharding, self._values.values()),
+            StageValueShards(plan.view, self._values.values()),
             getattr(torch, plan.job.precision.compute),
         )
         self.handlers: dict[str, Handler] = dict.fromkeys(
@@ -125,7 +111,7 @@ class StageIO:
         stage, in_flight = self._stages_by_first[first_block_call], self._by_microbatch[microbatch]
         forward_graph, num_samples = self._forward_graph(microbatch), next(iter(inputs.values())).shape[0]
         given = {stage_value.name: in_flight.values[stage_value.name] for stage_value in stage.inputs}
-        device, sharded_forward = self._state.world.device, self._sequence_runner.sharded_forward()
+        device, sharded_forward = self._state.world.device, self._state.sequence_runner.sharded_forward()
         call = partial(self._state.trained_module.module, **inputs)
         # what draws numbers draws them where the model's forward stands; and what stands for all tokens is
         # made anew in each
@@ -138,7 +124,7 @@ class StageIO:
         }
         stage_run = run_stage(
             call,
-            self._driver,
+            self._state.driver,
             forward_graph,
             stage,
             num_samples,
@@ -154,11 +140,11 @@ class StageIO:
         in_flight.stage_runs[first_block_call] = stage_run
         # for other stages of this rank
         in_flight.values |= {name: leaf.detach() for name, leaf in stage_run.sent_values.items()}
-        forward_pass = self._state.forward_passes.setdefault(microbatch, stage_run.forward_pass)
+        forward_pass = self._state.step.forward_passes.setdefault(microbatch, stage_run.forward_pass)
         if forward_pass is not stage_run.forward_pass:
             forward_pass.block_calls |= stage_run.forward_pass.block_calls
         if stage.is_last:
-            self._state.final_glue[microbatch] = stage_run.outputs, stage_run.closing_call
+            self._state.step.final_glue[microbatch] = stage_run.outputs, stage_run.closing_call
 
     def is_stage_boundary(self, block_call: str) -> bool:
         """Returns whether a stage begins or ends with `block_call`: its backward sends or receives."""
@@ -268,14 +254,15 @@ class StageIO:
             tensor = local_slice
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=True)
-            self._state.works[action.name] = work = group.send(tensor, target=peer, action=action.name)
+            work = group.send(tensor, target=peer, action=action.name)
+            self._state.issue(action, work)
             if action.kind == "SEND":
                 self._by_microbatch[microbatch].sends.setdefault(stage_value.name, []).append(work)
 
     def _receive(self, action: Action, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=False)
-            self._state.works[action.name] = group.recv(tensor, source=peer, action=action.name)
+            self._state.issue(action, group.recv(tensor, source=peer, action=action.name))
         return tensor
 
     def _concat(
@@ -288,7 +275,7 @@ class StageIO:
     ) -> torch.Tensor:
         group, shape = self._state.world.group(transfer.axes), self._shape(stage_value, microbatch)
         gathered = value_slice.new_empty(group.size * len(value_slice))
-        self._state.works[action.name] = group.all_gather(gathered, value_slice, action=action.name)
+        self._state.issue(action, group.all_gather(gathered, value_slice, action=action.name))
         return gathered[: prod(shape)].view(shape)
 
     def _forward_graph(self, microbatch: int) -> ForwardGraph:
@@ -296,7 +283,7 @@ class StageIO:
         in_flight = self._by_microbatch[microbatch]
         if in_flight.forward_graph is None:
             state = self._state
-            inputs = state.loss.model_inputs(state.microbatches[microbatch])
+            inputs = state.loss.model_inputs(state.step.microbatches[microbatch])
             # passed explicitly: receives are posted before any forward casts
             in_flight.forward_graph = self._forward_graphs.get(
                 inputs, self._compute_dtype, sequence_sharded=self._sharding.sequence_sharding is not None
@@ -317,7 +304,7 @@ class StageIO:
 
     def _shape(self, stage_value: StageValue, microbatch: int) -> tuple[int, ...]:
         num_samples, dims = (
-            next(iter(self._state.microbatches[microbatch].values())).shape[0],
+            next(iter(self._state.step.microbatches[microbatch].values())).shape[0],
             self._forward_graph(microbatch).dim_sizes[stage_value.name],
         )
         key = stage_value.name, dims, num_samples

@@ -22,17 +22,20 @@ from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding
 
 NUM_HIDDEN_STATE_DIMS, HIDDEN_DIM = 3, -1  # samples, tokens, hidden
+EVALUATION_DRAW_SITE = (
+    "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
+)
 BACKWARD_DRAW_SITE = (
     "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
 )
 
 
 class StepRNG:
-    """The draws of one rank; none without `stateless_rng`. `step` counts global steps from 0."""
+    """The draws of one rank; none without `stateless_rng`."""
 
-    def __init__(self, plan: Plan, state: RankState, stateless_rng: StatelessRNG | None) -> None:
-        self.step = 0
-        self._plan, self._state, self._rng = plan, state, stateless_rng
+    def __init__(self, state: RankState, stateless_rng: StatelessRNG | None) -> None:
+        plan = state.plan
+        self._state, self._rng = state, stateless_rng
         self._stateless = nullcontext() if stateless_rng is None else StatelessDropout(stateless_rng)
         self._is_float64 = plan.job.precision.parameters == "float64"
         if stateless_rng is not None:
@@ -41,7 +44,7 @@ class StepRNG:
     def forward_context(self, microbatch: int) -> AbstractContextManager:
         """Returns a context for the forward of a microbatch: dropout by global sample."""
         if self._rng is not None:
-            self._rng.begin_forward(self.step, self._samples(microbatch))
+            self._rng.begin_forward(self._state.step.number, self._samples(microbatch))
         return self._stateless
 
     def track_block_calls(self, before_block: BeforeBlock) -> BeforeBlock:
@@ -72,7 +75,7 @@ class StepRNG:
             yield
             return
         with self._rng.preserve_state():
-            self._rng.begin_forward(self.step, self._samples(microbatch))
+            self._rng.begin_forward(self._state.step.number, self._samples(microbatch))
             self._rng.enter_block(block_call)
             with self._stateless:
                 yield
@@ -86,16 +89,23 @@ class StepRNG:
             self._rng.enter_block(BACKWARD_DRAW_SITE)
         return self._in_float64() if self._is_float64 else self._stateless
 
+    def forbid_evaluation_draws(self) -> AbstractContextManager:
+        """Refuses draws in an evaluation, which would depend on how the samples are distributed."""
+        if self._rng is not None:
+            self._rng.enter_block(EVALUATION_DRAW_SITE)
+        return self._stateless
+
     @contextmanager
     def _in_float64(self) -> Iterator[None]:
         with self._stateless, Float64Mode():
             yield
 
     def _samples(self, microbatch: int) -> torch.Tensor:
-        plan, num_samples = self._plan, len(next(iter(self._state.microbatches[microbatch].values())))
-        first = plan.microbatch_starts(plan.data_index(self._state.world.rank))[microbatch]
-        cursor = self.step * plan.job.train.batch + first
-        return torch.arange(cursor, cursor + num_samples, device=self._state.world.device)
+        plan, step, world = self._state.plan, self._state.step, self._state.world
+        num_samples = len(next(iter(step.microbatches[microbatch].values())))
+        first = plan.microbatch_starts(plan.data_index(world.rank))[microbatch]
+        cursor = step.number * plan.job.train.batch + first
+        return torch.arange(cursor, cursor + num_samples, device=world.device)
 
 
 def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[DrawSharding, ...]]:
@@ -107,7 +117,7 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
     sharding, coordinate = plan.sharding, plan.mesh.coordinate(rank)
     layers = {
         name: param_sharding
-        for param_sharding in sharding.global_plan.param_shardings
+        for param_sharding in sharding.param_shardings
         for name in param_sharding.param.names
     }
     shardings = {}

@@ -5,7 +5,7 @@
                                              hidden' = logits' W      W' += logits'^T hidden    (': gradient)
 
 The sums come out as one scalar, and its backward returns gradients that exist already. They are those of the
-loss times `state.loss_factor`, so that a scale that protects half-precision gradients also works inside.
+loss times `state.step.loss_factor`, so that a scale that protects half-precision gradients also works inside.
 Outside of steps and evaluations the LM head runs as usual.
 """
 
@@ -18,13 +18,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
-from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.rank_work_share import chunked_head_call
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 
 CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"
@@ -32,21 +29,21 @@ TOKEN_DIM = 1  # the dim of them
 
 
 class ChunkedLossRuntime:
-    """The LM head and the loss of one rank under `plan`.
+    """The LM head and the loss of one rank.
 
     Does nothing where the plan computes all logits at once.
     """
 
-    def __init__(self, plan: Plan, state: RankState, module_patches: ModulePatches) -> None:
+    def __init__(self, state: RankState) -> None:
         self._state, self._full_logits_enabled, self._head_inputs = state, False, set[int]()
         self._autocast_dtype: torch.dtype | None = None
-        call = chunked_head_call(plan.sharding)
+        call = state.plan.view.work_share.chunked_head_call
         if call is None:
             return
         loss, self._head = state.loss, state.trained_module.module.get_submodule(call.name)
         check_is_token_sum(loss)
-        self._num_chunks, self._loss = plan.sharding.num_loss_chunks, loss
-        module_patches.wrap_forward(call.name, self._head_forward)
+        self._num_chunks, self._loss = state.plan.sharding.num_loss_chunks, loss
+        state.patches.wrap_forward(call.name, self._head_forward)
         state.loss = replace(loss, total=self._loss_sum)
 
     @contextmanager
@@ -88,7 +85,7 @@ class ChunkedLossRuntime:
         if not torch.is_grad_enabled():
             return call.compute(hidden, weight, bias, self._num_chunks).total
         return _ChunkedLossFunction.apply(
-            hidden, weight, bias, call, self._num_chunks, self._state.loss_factor
+            hidden, weight, bias, call, self._num_chunks, self._state.step.loss_factor
         )
 
 

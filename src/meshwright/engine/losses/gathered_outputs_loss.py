@@ -12,7 +12,6 @@ as bytes; floats as float32 (float64 with float64 parameters), which represents 
 Before the forward, SCATTER may distribute the samples themselves, when index 0 alone has read them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
-from meshwright.plan.plan import Plan
 from meshwright.plan.step.memory.memory_names import output_grad_name
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import BATCH_INFO, GRAD_NORM
@@ -32,19 +30,10 @@ from meshwright.plan.strategy_interface import Handler
 
 
 class GlobalBatchLoss:
-    """One rank's part of the loss.
+    """One rank's part of the loss."""
 
-    `num_samples()` is the number of samples of the global batch in this step, known once TOKEN_COUNT has
-    ended.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        num_samples: Callable[[], int],
-    ) -> None:
-        self._plan, self._state, self._num_rows = plan, state, num_samples
+    def __init__(self, state: RankState) -> None:
+        self._state, plan = state, state.plan
         self.handlers: dict[str, Handler] = {
             "GATHER": self.gather,
             "SCATTER": self.scatter,
@@ -89,14 +78,14 @@ class GlobalBatchLoss:
     def begin_step(self) -> None:
         """Clears the last step, and records the number of samples that this rank has read."""
         self._batch, self._local_outputs, self._full_leaves = {}, [], {}
-        self._num_samples_read = self._state.num_samples
+        self._num_samples_read = self._state.step.num_samples
         self._gathered_buffers.clear()
 
     def gather(self, action: Action) -> None:
         """Starts the gather of this rank's samples of an output or a target, or of FACTS."""
         group = self._group
         if not self._local_outputs:
-            self._local_outputs = distinct_tensors(self._state.final_glue[action.microbatch or 0][0])
+            self._local_outputs = distinct_tensors(self._state.step.final_glue[action.microbatch or 0][0])
         tensor = (
             self._batch_facts()
             if action.subject == BATCH_INFO
@@ -109,7 +98,7 @@ class GlobalBatchLoss:
             work = group.all_gather(output, send_bytes, action=action.name)
         else:
             work = group.gather(output, send_bytes, action=action.name)
-        self._state.works[action.name] = work
+        self._state.issue(action, work)
 
     def scatter(self, action: Action) -> None:
         """Receives this rank's samples from index 0.
@@ -128,22 +117,19 @@ class GlobalBatchLoss:
         samples = self._scatter_samples(action, batch_column, full)
         if local.requires_grad:
             grad = torch.zeros_like(local)
-            grad[: self._state.num_samples] = samples[: self._state.num_samples]
+            grad[: self._state.step.num_samples] = samples[: self._state.step.num_samples]
             torch.autograd.backward([local], [grad])
 
     def broadcast(self, action: Action) -> None:
         """Starts the broadcast of a parameter, or of the gradient norm, from index 0."""
         state = self._state
         if action.subject == GRAD_NORM:
-            state.grad_norm_tensor = torch.tensor(
-                [state.grad_norm], dtype=torch.float64, device=state.world.device
+            state.step.grad_norm_tensor = torch.tensor(
+                [state.step.grad_norm], dtype=torch.float64, device=state.world.device
             )
-        self._state.start_collective(
-            action,
-            state.grad_norm_tensor
-            if action.subject == GRAD_NORM
-            else state.trained_module.parameters[action.subject],
-        )
+        is_norm = action.subject == GRAD_NORM
+        tensor = state.step.grad_norm_tensor if is_norm else state.trained_module.parameters[action.subject]
+        state.start_collective(action, tensor)
 
     def loss_sum(self, outputs: Any) -> torch.Tensor | None:
         """Returns the loss of all samples; None where it is not computed, or there are no samples.
@@ -197,13 +183,15 @@ class GlobalBatchLoss:
 
     def _batch_facts(self) -> torch.Tensor:
         """Returns this rank's number of samples, and the sum of each shared output that the loss reads."""
-        columns = self._plan.model_spec.outputs
+        columns = self._state.plan.model_spec.outputs
         shared_outputs = [
             self._local_outputs[output_index]
             for output_index, batch_column in enumerate(columns)
             if batch_column.used_by_loss and not batch_column.per_sample
         ]
-        samples = torch.tensor(self._state.num_samples, dtype=torch.float64, device=self._state.world.device)
+        samples = torch.tensor(
+            self._state.step.num_samples, dtype=torch.float64, device=self._state.world.device
+        )
         return torch.stack([samples, *(tensor.detach().double().sum() for tensor in shared_outputs)])
 
     def _samples_per_rank(self) -> list[int]:
@@ -222,17 +210,19 @@ class GlobalBatchLoss:
         return facts.view(torch.float64).view(group.size, -1)[:, 0].long().tolist()
 
     def _num_scattered(self, index: int) -> int:
-        samples = self._num_samples_read if self._group.index == 0 else self._num_rows()
-        return max(0, min(self._plan.micro_batch, samples - index * self._plan.micro_batch))
+        samples = (
+            self._num_samples_read if self._group.index == 0 else int(self._state.token_counter.totals()[2])
+        )
+        return max(0, min(self._state.plan.micro_batch, samples - index * self._state.plan.micro_batch))
 
     def _padded_samples(self, batch_column: BatchTensor) -> torch.Tensor:
         output_index = self._outputs.get(batch_column.name)
         samples = (
-            self._state.microbatches[0][batch_column.name]
+            self._state.step.microbatches[0][batch_column.name]
             if output_index is None
             else self._local_outputs[output_index].detach()
         )
-        return self._pad(batch_column, samples[: self._state.num_samples], self._plan.micro_batch)
+        return self._pad(batch_column, samples[: self._state.step.num_samples], self._state.plan.micro_batch)
 
     def _pad(self, batch_column: BatchTensor, samples: torch.Tensor, size: int) -> torch.Tensor:
         """Returns `samples` padded with zeros to `size`, in the dtype in which they are sent."""
@@ -255,7 +245,7 @@ class GlobalBatchLoss:
                 "the plan"
             )
         rank_parts = buffer.view(self._dtype(batch_column)).view(
-            len(samples_per_rank), self._plan.micro_batch, *batch_column.shape
+            len(samples_per_rank), self._state.plan.micro_batch, *batch_column.shape
         )
         return torch.cat(
             [rank_part[:count] for rank_part, count in zip(rank_parts, samples_per_rank, strict=True)]
@@ -265,31 +255,31 @@ class GlobalBatchLoss:
         state = self._state
         if not self._batch:
             self._batch = {
-                key: value[: self._num_samples_read] for key, value in state.microbatches[0].items()
+                key: value[: self._num_samples_read] for key, value in state.step.microbatches[0].items()
             }
-            state.microbatches[0] = dict(state.trained_module.dummy_batch)
+            state.step.microbatches[0] = dict(state.trained_module.dummy_batch)
         full = self._batch[batch_column.name] if self.computes_loss else None
         samples = self._scatter_samples(action, batch_column, full)
-        state.num_samples = self._num_scattered(self._group.index)
-        state.num_real_microbatches = min(1, state.num_samples)
+        state.step.num_samples = self._num_scattered(self._group.index)
+        state.step.num_real_microbatches = min(1, state.step.num_samples)
         stand_in = state.trained_module.dummy_batch[batch_column.name].to(samples.device)
-        state.microbatches[0] = {
-            **state.microbatches[0],
-            batch_column.name: samples[: state.num_samples] if state.num_samples else stand_in,
+        state.step.microbatches[0] = {
+            **state.step.microbatches[0],
+            batch_column.name: samples[: state.step.num_samples] if state.step.num_samples else stand_in,
         }
 
     def _scatter_samples(
         self, action: Action, batch_column: BatchTensor, full: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns this rank's samples (micro_batch, ...) of index 0's `full`, which is None elsewhere."""
-        group, size, dtype = self._group, self._plan.micro_batch, self._dtype(batch_column)
+        group, size, dtype = self._group, self._state.plan.micro_batch, self._dtype(batch_column)
         output = torch.zeros((size, *batch_column.shape), dtype=dtype, device=self._state.world.device)
         send_bytes = None if full is None else _as_bytes(self._pad(batch_column, full, group.size * size))
         group.scatter(_as_bytes(output), send_bytes, action=action.name).wait()
         return output
 
     def _dtype(self, batch_column: BatchTensor) -> torch.dtype:
-        return getattr(torch, batch_column.comm_dtype(self._plan.job.precision.parameters))
+        return getattr(torch, batch_column.comm_dtype(self._state.plan.job.precision.parameters))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

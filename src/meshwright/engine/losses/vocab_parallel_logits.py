@@ -20,13 +20,13 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch, VocabParallelLoss, check_loss
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.model.tensors.pytree import replace_tensors
-from meshwright.plan.plan import Plan
 
 
 class VocabParallelLogits:
-    """The logits of the rank of `state` under `plan`; does nothing where they are not sharded."""
+    """The logits of the rank of `state`; does nothing where they are not sharded."""
 
-    def __init__(self, plan: Plan, state: RankState) -> None:
+    def __init__(self, state: RankState) -> None:
+        plan = state.plan
         self._state, self._axes, self._split = (
             state,
             plan.sharding.logits_layout.axes_with("S"),
@@ -38,7 +38,7 @@ class VocabParallelLogits:
             return
         check_loss(plan, state.loss)
         (axis,) = self._axes
-        first, end = plan.sharding.slice_range(logits.param, axis)
+        first, end = plan.view.slice_range(logits.param, axis)
         self._vocab_shard = VocabShard(first, end - first, logits.vocab_size, self._gather_stats)
         state.loss = replace(state.loss, total=partial(_sharded_total, self._split, self._vocab_shard))
 

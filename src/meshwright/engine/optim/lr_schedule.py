@@ -140,7 +140,6 @@ class TorchLRSchedule(LRSchedule):
     """Schedulers of torch, one per optimizer: stepped after each step that changed the parameters."""
 
     def __init__(self, make: LRSchedulerFactory, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
         self._groups = all_param_groups(optimizers)
         self.schedulers = [make(optimizer) for optimizer in optimizers]
 

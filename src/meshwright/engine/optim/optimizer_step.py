@@ -13,41 +13,25 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer
-from meshwright.engine.optim.make_optimizers import Optimizers
 from meshwright.engine.optim.step_grad_scale import clear_grad_scale, clip_in_step, divide_in_step
-from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
 
 
 class OptimizerUpdate:
     """One rank's optimizers over its parameters; `is_user_made` tells that the user made them."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        flat_params: FlatParamStore,
-        optimizers: Optimizers,
-        *,
-        is_user_made: bool,
-    ) -> None:
+    def __init__(self, state: RankState, *, is_user_made: bool) -> None:
+        self._state, self._is_user_made = state, is_user_made
+        self._store, self._optimizers, plan = state.flat_params, state.optimizers, state.plan
         precision = plan.job.precision.effective
-        self.loss_scale = LossScale(precision) if precision.scales_loss else None
-        self._plan, self._state, self._store, self._optimizers, self._is_user_made = (
-            plan,
-            state,
-            flat_params,
-            optimizers,
-            is_user_made,
-        )
-        self._optimizer_params, self._casts = (
-            flat_params.optimizer_params(),
-            precision.gradients != precision.master,
-        )
+        self.loss_scale: LossScale | None = None
+        if precision.scales_loss:
+            self.loss_scale = LossScale(precision, state.strategy_tensors.of("loss_scale"))
+        self._optimizer_params = self._store.optimizer_params()
+        self._casts = precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters
         clips = (action for action in plan.actions if action.kind == "CLIP")
         self._clipped_params = {
@@ -60,7 +44,6 @@ class OptimizerUpdate:
         # no rank knows the norm: GLOBAL_NORM adds it up
         self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
         self._buffer = torch.empty(0)
-        self.weight_stash = flat_params.master_weights.weight_stash
 
     @property
     def loss_scale_value(self) -> float:
@@ -70,7 +53,7 @@ class OptimizerUpdate:
     @property
     def nbytes(self) -> int:
         """The bytes of the memory that gradients are cast into, and of stashed weights."""
-        return self._buffer.nbytes + self.weight_stash.nbytes
+        return self._buffer.nbytes + self._store.master_weights.weight_stash.nbytes
 
     def clip(self, action: Action) -> None:
         """Computes the gradient norm, each parameter once; STEP then unscales and clips to `train.clip`."""
@@ -83,8 +66,8 @@ class OptimizerUpdate:
             if self._norm_needs_collective
             else total_norm(list(self._gradients(parameters)))
         )
-        self._state.grad_norm = true_norm = norm.item() / self.loss_scale_value
-        limit = self._plan.job.train.clip
+        self._state.step.grad_norm = true_norm = norm.item() / self.loss_scale_value
+        limit = self._state.plan.job.train.clip
         clips = bool(limit) and not true_norm + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it
         self._divisor = self.loss_scale_value * ((true_norm + 1e-6) / limit if clips else 1.0)
         if clips and self.loss_scale is None and not self._casts:
@@ -110,7 +93,7 @@ class OptimizerUpdate:
                     parameter.grad = None
             group.finish()
         if not self._checked:
-            check_dtypes_match_plan(self._plan, self._live_tensors(groups))
+            check_dtypes_match_plan(self._state.plan, self._live_tensors(groups))
             self._checked = True
 
     def clear_grad_scale(self) -> None:

@@ -22,8 +22,6 @@ from meshwright.plan.job.errors import PlanError
 
 FACTORY_FIX = "pass what makes it: optimizer=lambda groups: {kind}(groups, ...)"
 PARAM_KEYS = ("params", "param_names")
-# attributes that torch itself sets while an optimizer is made, hooked, scheduled or stepped
-TORCH_ATTRIBUTES = ("defaults", "state", "param_groups", "step")
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,5 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         key: value
         for key, value in vars(optimizer).items()
-        if key not in TORCH_ATTRIBUTES
-        and not key.startswith("_")
-        and isinstance(value, (bool, int, float, str, tuple, type(None)))
+        if not key.startswith("_") and isinstance(value, (bool, int, float, str, tuple, type(None)))
     }

@@ -2,7 +2,8 @@
 
     model/layers.0.weight              a full tensor, or elements 4096 to 8192 of it
     optimizer/exp_avg/layers.0.weight  an optimizer state, likewise
-    buffer/..., guard/..., noise/...   the same on every rank
+    buffer/...                         the same on every rank
+    state/...                          what techniques keep (step/strategy_tensors.py)
 
 A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
 and every rank of another plan finds in it what it holds.
@@ -23,8 +24,7 @@ from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.optim.make_optimizers import OptimizerNumbers, all_param_groups, param_group_numbers
-from meshwright.engine.params.flat_param_store import FlatParamStore
-from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
@@ -53,8 +53,9 @@ class TensorShard:
 SavedTensor = torch.Tensor | TensorShard
 
 
-def model_state_dict(trained_module: TrainedModule, flat_params: FlatParamStore) -> dict[str, SavedTensor]:
+def model_state_dict(state: RankState) -> dict[str, SavedTensor]:
     """Returns the parameters and persistent buffers, as this rank holds them."""
+    trained_module, flat_params = state.trained_module, state.flat_params
     found: dict[str, SavedTensor] = {}
     optimizer_params = flat_params.matrix_owners.optimizer_params
     for weight in trained_module.model_spec.params:
@@ -101,13 +102,9 @@ def filter_stage_state(
     return found
 
 
-def optimizer_state_dict(
-    optimizers: Sequence[torch.optim.Optimizer],
-    trained_module: TrainedModule,
-    flat_params: FlatParamStore,
-    numbers: OptimizerNumbers,
-) -> dict[str, SavedTensor]:
+def optimizer_state_dict(state: RankState, numbers: OptimizerNumbers) -> dict[str, SavedTensor]:
     """Returns the optimizers' state, as this rank holds it, and the changed `numbers` of their groups."""
+    optimizers, trained_module, flat_params = state.optimizers, state.trained_module, state.flat_params
     found: dict[str, SavedTensor] = {}
     shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
     optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
@@ -136,14 +133,13 @@ def optimizer_state_dict(
     return found
 
 
-def load_model_state(
-    trained_module: TrainedModule, flat_params: FlatParamStore, state_dict: Mapping[str, torch.Tensor]
-) -> dict[str, torch.dtype]:
+def load_model_state(state: RankState, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
     """Loads parameters and buffers from `state_dict`, full tensors by full name, each cast to its dtype here.
 
     Entries of which this rank holds nothing are not read. Returns the dtypes in which the others were saved,
     by logical name.
     """
+    trained_module, flat_params = state.trained_module, state.flat_params
     dtypes: dict[str, torch.dtype] = {}
     with torch.no_grad():
         for name, parameter in trained_module.parameters.items():
@@ -170,11 +166,7 @@ def load_model_state(
 
 
 def load_optimizer_state(
-    optimizers: Sequence[torch.optim.Optimizer],
-    trained_module: TrainedModule,
-    flat_params: FlatParamStore,
-    state_dict: Mapping[str, torch.Tensor],
-    dtypes: Mapping[str, torch.dtype],
+    state: RankState, state_dict: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Loads the optimizers' state from `state_dict`, full tensors by name, for parameters stepped here.
 
@@ -182,7 +174,7 @@ def load_optimizer_state(
     stepped parameter. One tensor at a time is read. Raises PlanError for state of a parameter that is not
     trained.
     """
-
+    optimizers, trained_module, flat_params = state.optimizers, state.trained_module, state.flat_params
     optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
     shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
     following_params = {

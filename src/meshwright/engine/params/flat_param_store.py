@@ -21,9 +21,8 @@ from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.rank_state import RankState
+from meshwright.engine.runtime.rank_state import Operand, RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.program import Action
 
@@ -31,10 +30,11 @@ from meshwright.plan.step.program import Action
 class FlatParamStore:
     """The flat parameters of one rank, filled from the values of the model's parameters."""
 
-    def __init__(self, plan: Plan, state: RankState) -> None:
-        self._plan, self._state, self.param_slices = plan, state, ParamSlices(plan, state.world)
+    def __init__(self, state: RankState) -> None:
+        self._state, plan = state, state.plan
+        self.param_slices = ParamSlices(plan, state.world)
         self._by_name: dict[str, FlatParam] = {}  # by weight
-        self.matrix_owners = MatrixOwners(plan, state, self._by_name)
+        self.matrix_owners = MatrixOwners(state, self._by_name)
         self.param_slices.slice_params(state.trained_module)
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
@@ -50,14 +50,13 @@ class FlatParamStore:
             action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
         }
         self._param_shardings = {
-            param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings
+            param_sharding.param.name: param_sharding for param_sharding in plan.view.param_shardings
         }
-        coordinate = plan.mesh.coordinate(state.world.rank)
         self._norm_param_names, self.reported_param_names = (
-            frozenset(plan.sharding.params_counted_in_norm(coordinate)),
-            frozenset(plan.sharding.params_counted_in_sum(coordinate)),
+            plan.view.params_counted_in_norm,
+            plan.view.params_counted_in_sum,
         )
-        for name, spec in plan.sharding.flat_param_specs().items():
+        for name, spec in plan.view.flat_param_specs.items():
             first = spec.params[0][0]
             flat = self._param_shardings[first].is_stored_sharded
             flat_param = (
@@ -72,9 +71,7 @@ class FlatParamStore:
                     p.name: nn.Parameter(flat_param.shard_values(p).detach().view(self._optimizer_shape(p)))
                     for p in flat_param.param_shards
                 }
-        self.master_weights = MasterWeights(
-            plan, state, self._by_name.keys() | self.matrix_owners.param_names
-        )
+        self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
         # gradients stay where they are summed
         self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)
@@ -150,13 +147,6 @@ class FlatParamStore:
         if not flat_param.is_sharded:
             flat_param.views[name].copy_(values)
 
-    def unshard(self, action: Action) -> None:
-        """Starts the all-gather of a parameter group from its shards."""
-        flat_param = self._by_name[action.tensors[0]]
-        self._state.works[action.name] = flat_param.group.all_gather(
-            flat_param.full_tensor, flat_param.shard, action=action.name
-        )
-
     def pack(self, action: Action) -> bool:
         """Packs the gradients of a group into a flat buffer; returns False if the group is not flattened."""
         flat_param = self._by_name.get(action.tensors[0])
@@ -181,20 +171,35 @@ class FlatParamStore:
             self._set_gradient(flat_param, flat[flat_param.shard_slice])
         return True
 
-    def reduce(self, action: Action) -> None:
-        """Starts the reduce-scatter of packed gradients, or the all-reduce of shards over replicas."""
-        flat_param, move = self._by_name[action.tensors[0]], action.transfer
-        if move is None:
-            return
-        group = self._state.world.group(move.axes)
-        if move.collective == "all_reduce":
-            work = group.all_reduce(self._gradient(flat_param), action=action.name)
-        else:
-            flat = self._packed_buffer(action)
-            direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
-            output = self._gradient(flat_param) if direct else flat[flat_param.shard_slice]
-            work = group.reduce_scatter(output, flat, action=action.name)
-        self._state.works[action.name] = work
+    def operand(self, action: Action) -> Operand:
+        """Returns what an action on a parameter group moves.
+
+        Its shard into the full tensor (all-gather), its packed gradients into their shard (reduce-scatter),
+        or the shard of its gradients, over replicas.
+        """
+        flat_param, transfer = self._by_name[action.tensors[0]], action.transfer
+        match "" if transfer is None else transfer.collective:
+            case "all_gather":
+                return Operand(flat_param.shard, flat_param.full_tensor)
+            case "reduce_scatter":
+                flat = self._packed_buffer(action)
+                direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
+                return Operand(flat, self._gradient(flat_param) if direct else flat[flat_param.shard_slice])
+            case _:
+                return Operand.in_place(self._gradient(flat_param))
+
+    def views_by_param(self, name: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the places of the parameters of the group of `name` in `flat`.
+
+        A tensor laid out like the full tensor of the group, or like this rank's shard.
+        """
+        flat_param = self._by_name[name]
+        if flat.numel() == flat_param.spec.numel:
+            return {each: flat[start : start + numel] for each, numel, start in flat_param.spec.params}
+        return {
+            each.name: flat[each.shard_offset : each.shard_offset + each.numel]
+            for each in flat_param.param_shards
+        }
 
     def accumulate(self, action: Action) -> None:
         """Adds the reduced shard of one microbatch to the sum of those before it."""

@@ -12,7 +12,6 @@ from torch import nn
 
 from meshwright.engine.params.weight_stash import WeightStash
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,8 @@ class MasterWeights:
     What the optimizer steps, by name.
     """
 
-    def __init__(self, plan: Plan, state: RankState, flat_param_names: Container[str]) -> None:
+    def __init__(self, state: RankState, flat_param_names: Container[str]) -> None:
+        plan = state.plan
         precision, subject = plan.job.precision.effective, state.trained_module
         self._weights = {
             name: weight
@@ -42,7 +42,7 @@ class MasterWeights:
         }
         self._group_names = [
             names
-            for param_group in plan.sharding.param_groups()
+            for param_group in plan.view.param_groups
             if (names := [w.name for w in param_group.params if w.name in self._weights])
         ]
         stashes = any(action.kind == "STASH" for action in plan.actions)

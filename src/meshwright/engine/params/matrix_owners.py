@@ -19,8 +19,9 @@ from meshwright.engine.params.tensor_parallel_slices import copy_slice_into
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.split_proposal import slice_dims
 from meshwright.plan.model_spec.param_dim_split import DimRanges
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import MatrixParcel, matrix_parcels, owner_coordinate
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
@@ -40,8 +41,8 @@ class _ParamSlice:
 class MatrixOwners:
     """The weights that this rank owns, made while `state.trained_module` still holds full values."""
 
-    def __init__(self, plan: Plan, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
-        self._state, self._flat_params = state, flat_params
+    def __init__(self, state: RankState, flat_params: Mapping[str, FlatParam]) -> None:
+        self._state, self._flat_params, plan = state, flat_params, state.plan
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._grad_dtype, self._param_dtype, stepped = (
             roles["gradients"],
@@ -60,7 +61,7 @@ class MatrixOwners:
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}
         self._owned_names: dict[str, list[str]] = defaultdict(list)  # stepped here, by param group
-        for parcel in matrix_parcels(plan.sharding):
+        for parcel in matrix_parcels(plan.view):
             names = parcel.names_by_shard[_mesh_index(plan.mesh, state.world.rank, parcel.shard_axes)]
             self._parcels[parcel.param_group].append((parcel, names))
             self.param_names |= {name for param_slice in parcel.names_by_shard for name in param_slice}
@@ -169,22 +170,12 @@ class MatrixOwners:
                 at += param_slice.numel
 
 
-def _slices_of_rank(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
-    coordinate, all_ranks = (
-        owner_coordinate(plan.sharding, axes, index),
-        plan.sharding.global_plan,
-    )
-    local = {
-        param_sharding.param.name: param_sharding.param.shape
-        for param_sharding in all_ranks.at_coordinate(coordinate).param_shardings
-    }
-    for param_sharding in (
-        param_sharding
-        for param_sharding in all_ranks.param_shardings
-        if param_sharding.owner_axes == axes and param_sharding.param.name in local
-    ):
-        spans = tuple(side.dim_ranges for side in all_ranks.dim_shards(param_sharding, coordinate))
-        yield param_sharding.param.name, _ParamSlice(local[param_sharding.param.name], spans)
+def _slices_of_rank(plan: RankPlan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
+    view = RankView(plan.sharding, owner_coordinate(plan.view, axes, index))
+    for local, unsliced in zip(view.param_shardings, view.unsliced_param_shardings, strict=True):
+        if local.owner_axes == axes:
+            spans = tuple(shard.dim_ranges for shard in view.dim_shards(unsliced))
+            yield local.param.name, _ParamSlice(local.param.shape, spans)
 
 
 def _mesh_index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:

@@ -17,7 +17,7 @@ from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensor_parallel.split_proposal import slice_dims
 from meshwright.model.tensors.lazy_mapping import LazyTensors, read_rows
 from meshwright.plan.model_spec.param_dim_split import DimRanges
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 
 
 def copy_slice_into(full_tensor: torch.Tensor, spans: Sequence[DimRanges], local_slice: torch.Tensor) -> None:
@@ -36,17 +36,15 @@ def copy_slice_into(full_tensor: torch.Tensor, spans: Sequence[DimRanges], local
 class ParamSlices:
     """The slices of parameters that the rank of `world` holds."""
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: RankPlan, world: World) -> None:
         self._plan, self._world = plan, world
-        coordinate = plan.mesh.coordinate(world.rank)
         sliced = {
             param_sharding.param.name: param_sharding
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.sliced_dims
         }
         self._dim_shards = {
-            name: plan.sharding.dim_shards(param_sharding, coordinate)
-            for name, param_sharding in sliced.items()
+            name: plan.view.dim_shards(param_sharding) for name, param_sharding in sliced.items()
         }
         self._shapes = {name: param_sharding.param.shape for name, param_sharding in sliced.items()}
 
@@ -59,7 +57,7 @@ class ParamSlices:
         if not self._dim_shards:
             return
         flattened_names = {
-            name for spec in self._plan.sharding.flat_param_specs().values() for name, _, _ in spec.params
+            name for spec in self._plan.view.flat_param_specs.values() for name, _, _ in spec.params
         }
         for name in self._dim_shards:
             parameter = trained_module.parameters[name]

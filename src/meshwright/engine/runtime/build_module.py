@@ -28,8 +28,8 @@ def make_trained_module(
     empty: set[str] = set()
     masters, master_dtype = set(), dtype
     if plan is not None and fake is None:
-        empty = {name for spec in plan.sharding.flat_param_specs().values() for name, _, _ in spec.params}
-        empty |= {param.param.name for param in plan.sharding.param_shardings if param.sliced_dims}
+        sharded = (each for each in plan.sharding.param_shardings if each.flat_shard_axes or each.sliced_dims)
+        empty = {each.param.name for each in sharded}
         master_dtype = getattr(torch, plan.job.precision.effective.master)
         masters = {param.name for param in plan.model_spec.trainable} if master_dtype != dtype else set()
     module, blocks, parameters = analyzed.make_module(device, dtype, fake, empty)

@@ -18,25 +18,18 @@ same way.
 from collections.abc import Iterator
 
 from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.disjoint_groups import GroupKey
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.single_device_program import role_of
-
-GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them
+from meshwright.plan.sharding.mesh import in_mesh_order
 
 
 def create_groups(plan: Plan, world: World) -> None:
     """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
-    moves = (move for _, actions in plan.program.roles for action in actions for move in action.transfers)
-    keys = {
-        (tuple(axis for axis in AXES if axis in move.axes), among)
-        for move in moves
-        for among in move.member_groups(plan.mesh)
-    }
+    moves = (move for role in plan.program.roles for action in role.actions for move in action.transfers)
+    keys = {(in_mesh_order(move.axes), among) for move in moves for among in move.member_groups(plan.mesh)}
     if world.serializes_p2p:
         keys |= set(_p2p_pairs(plan))
-    for axes, among in sorted(keys):
-        world.group(axes, among)
+    world.create_groups(keys)
 
 
 def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:
@@ -49,8 +42,8 @@ def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool
 
 
 def _p2p_pairs(plan: Plan) -> Iterator[GroupKey]:
-    pp_index = {role_of({"pp": rank_index}): rank_index for rank_index in range(plan.mesh.pp)}
-    for role, actions in plan.program.roles:
-        for action in actions:
+    for role in plan.program.roles:
+        for action in role.actions:
             if action.stream == "send" and action.transfer is not None and action.transfer.peer is not None:
-                yield action.transfer.axes, (pp_index[role], action.transfer.peer)
+                sender = plan.mesh.index(plan.mesh.coordinate(role.ranks[0]), action.transfer.axes)
+                yield action.transfer.axes, (sender, action.transfer.peer)

@@ -5,10 +5,9 @@ alike without a message. A harmful step leaves parameters and optimizer unchange
 window of usual values, and is replayed (step/spike_diagnosis.py) to find the rank, block and parameter that
 caused it.
 
-The window is saved with a checkpoint, so a resumed run decides as one that was never stopped.
+The window is strategy state (plan/strategy_state.py), so a resumed run decides as one that was never stopped.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -116,57 +115,45 @@ class LossSpikeError(PlanError):
 
 
 class SpikeDetector:
-    """The usual loss and gradient norm of recent steps, with which each step is compared as `guard` says."""
+    """The usual loss and gradient norm of recent steps, with which each step is compared as `guard` says.
 
-    def __init__(self, guard: LossGuard) -> None:
+    They lie in the tensors `guard_states`, which checkpoints hold: a row per good step, the newest last.
+    """
+
+    def __init__(self, guard: LossGuard, tensors: Mapping[str, torch.Tensor]) -> None:
         self.guard = guard
-        self._history: dict[str, deque[float]] = {
-            name: deque(maxlen=guard.window) for name in ("loss", "gradient norm")
-        }
-        self._in_a_row = 0
+        self._window, self._num_skipped = tensors["window"], tensors["num_skipped_in_a_row"]
 
     def check_step(self, loss: float, grad_norm: float) -> tuple[str, ...]:
         """Returns the reasons why a step would do harm; () for a good one, which enters the window."""
         values = {"loss": loss, "gradient norm": grad_norm}
         reasons = tuple(self._reasons(values))
         if reasons:
-            self._in_a_row += 1
+            self._num_skipped += 1
             return reasons
-        self._in_a_row = 0
-        for name, value in values.items():
-            self._history[name].append(value)
+        self._num_skipped.zero_()
+        self._window.copy_(self._window.roll(-1, 0))
+        self._window[-1] = torch.tensor([loss, grad_norm], dtype=torch.float64)
         return ()
 
     @property
     def repeated_skip_reason(self) -> str:
         """The reason why skipping fails, when a whole window of steps was skipped in a row; else ""."""
-        full = self._in_a_row >= self.guard.window
+        num_skipped = int(self._num_skipped.item())
+        full = num_skipped >= self.guard.window
         return (
-            f"; the last {self._in_a_row} steps were all skipped, so this is not a transient spike"
+            f"; the last {num_skipped} steps were all skipped, so this is not a transient spike"
             if full
             else ""
         )
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the window, oldest first, as (steps, 2), and the number of steps skipped in a row."""
-        window = torch.tensor(list(zip(*self._history.values(), strict=True)), dtype=torch.float64).view(
-            -1, 2
-        )
-        return {"window": window, "num_skipped_in_a_row": torch.tensor(self._in_a_row)}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` returned; the newest values that fit, when the window is shorter now."""
-        for column, history in enumerate(self._history.values()):
-            history.clear()
-            history.extend(state_dict["window"][:, column].tolist())
-        self._in_a_row = int(state_dict["num_skipped_in_a_row"])
-
     def _reasons(self, values: Mapping[str, float]) -> Iterator[str]:
-        for name, value in values.items():
-            history = self._history[name]
+        is_full = bool(self._window[0].isfinite().all())  # rows that no step has filled are inf
+        for column, (name, value) in enumerate(values.items()):
             if not isfinite(value):
                 yield f"the {name} is {value}"
-            elif self.guard.factor and len(history) == self.guard.window and value > 0:
+            elif self.guard.factor and is_full and value > 0:
+                history = self._window[:, column].tolist()
                 median_value = median(history)
                 if 0 < median_value * self.guard.factor < value:
                     yield (

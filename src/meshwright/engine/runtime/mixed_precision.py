@@ -55,11 +55,16 @@ MIN_LOSS_SCALE, MAX_LOSS_SCALE = 1.0, 2.0**100  # range of the scale
 
 
 class LossScale:
-    """The dynamic loss scale of a float16 run."""
+    """The dynamic loss scale of a float16 run, in the tensors `loss_scale_states`, which checkpoints hold."""
 
-    def __init__(self, precision: PrecisionConfig) -> None:
-        self.value = precision.loss_scale
-        self._window, self._good = precision.loss_scale_window, 0
+    def __init__(self, precision: PrecisionConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._value, self._num_good_steps = tensors["value"], tensors["num_good_steps"]
+        self._window = precision.loss_scale_window
+
+    @property
+    def value(self) -> float:
+        """The factor of the loss."""
+        return self._value.item()
 
     def update_on_overflow(self, norm: float, step: int) -> bool:
         """Returns whether a step with this gradient norm must be skipped, and updates the scale.
@@ -67,11 +72,12 @@ class LossScale:
         Raises PlanError when gradients overflow without any scaling: no smaller scale helps.
         """
         if isfinite(norm):
-            self._good += 1
-            if self._good >= self._window:
-                self.value, self._good = min(MAX_LOSS_SCALE, 2 * self.value), 0
+            self._num_good_steps += 1
+            if self._num_good_steps >= self._window:
+                self._value.fill_(min(MAX_LOSS_SCALE, 2 * self.value))
+                self._num_good_steps.zero_()
             return False
-        self._good = 0
+        self._num_good_steps.zero_()
         if self.value <= MIN_LOSS_SCALE:
             text = (
                 f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite "
@@ -82,17 +88,8 @@ class LossScale:
                 "look at the samples"
             )
             raise PlanError(text, fix=fix, location=f"step {step}")
-        self.value = max(MIN_LOSS_SCALE, self.value / 2)
+        self._value.fill_(max(MIN_LOSS_SCALE, self.value / 2))
         return True
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the scale, and the number of good steps since it changed."""
-        return {"value": torch.tensor(self.value, dtype=torch.float64), "good": torch.tensor(self._good)}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` returned; an empty dict changes nothing."""
-        if "value" in state_dict:
-            self.value, self._good = state_dict["value"].item(), int(state_dict["good"].item())
 
 
 def autocast(precision: PrecisionConfig, device: torch.device) -> AbstractContextManager:

@@ -1,21 +1,35 @@
 """The mutable state of one rank in a step, the module that it trains, and the metrics of the step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.runtime.grad_bucket import GradBucket
-from meshwright.engine.runtime.loss_guard import LossSpike
+from meshwright.engine.runtime.loss_guard import LossSpike, SpikeDetector
+from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
-from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.blocks.split_backward import WeightBackward
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
+
+if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
+    from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
+    from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
+    from meshwright.engine.forward_backward.stage_send_recv import StageIO
+    from meshwright.engine.forward_backward.step_rng import StepRNG
+    from meshwright.engine.losses.token_count import TokenCounter
+    from meshwright.engine.optim.make_optimizers import Optimizers
+    from meshwright.engine.optim.optimizer_step import OptimizerUpdate
+    from meshwright.engine.params.flat_param_store import FlatParamStore
+    from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
 @dataclass(frozen=True)
@@ -84,82 +98,155 @@ class TrainedModule:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
 
+@dataclass(frozen=True)
+class Operand:
+    """The tensors that a collective reads and writes: one and the same where it works in place."""
+
+    input: torch.Tensor
+    output: torch.Tensor
+
+    @classmethod
+    def in_place(cls, tensor: torch.Tensor) -> "Operand":
+        """Returns the operand of a collective that replaces `tensor` by its result."""
+        return cls(tensor, tensor)
+
+
+@dataclass
+class StepState:
+    """What the current step has produced so far on one rank."""
+
+    number: int = 0  # the global step, from 0
+    microbatches: list[Batch] = field(default_factory=list)  # dummies come last
+    num_real_microbatches: int = 0  # microbatches with samples
+    num_samples: int = 0  # samples in them
+    stop_requested: bool = False  # by this rank
+    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
+    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
+    forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
+    final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
+    # what W still has to compute, by block call and microbatch
+    weight_backwards: dict[tuple[str, int], WeightBackward] = field(default_factory=dict)
+    # squared norms of gradients before they are summed
+    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    # as it travels to other ranks
+    grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    noise_scale: float | None = None
+    spike: LossSpike | None = None
+    overflow: bool = False
+
+    @classmethod
+    def on_device(cls, device: torch.device) -> "StepState":
+        """Returns the state before a step, with numbers that collectives on `device` may sum."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(loss_sum=zero, grad_norm_tensor=zero.new_zeros(1))
+
+    def free(self) -> None:
+        """Frees samples and activations; the numbers stay."""
+        self.microbatches = []
+        self.forward_passes.clear()
+        self.final_glue.clear()
+        self.weight_backwards.clear()
+        self.local_sqnorms.clear()
+
+
 @dataclass
 class RankState:
-    """One rank: its model, its place in the world, and what the current step has produced so far."""
+    """One rank: its model, its place in the world, the parts of the engine that work on it, and its step.
+
+    A caller gives the first fields; `StepExecutor` adds the others, in this order. `plan` is the plan as this
+    rank sees it. `loss` is what a step computes, which may be a part of the loss that the caller gave.
+    """
 
     trained_module: TrainedModule
     world: World
     loss: Loss
-    microbatches: list[Batch] = field(default_factory=list)
-    num_real_microbatches: int = 0  # microbatches with samples; the others are dummies
-    num_samples: int = 0  # samples in them
-    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
-    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    step_totals: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
-    forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
-    final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
+    works: dict[str, Work] = field(default_factory=dict)  # the collectives that are under way, by action
     buckets: dict[str, GradBucket] = field(default_factory=dict)
-    works: dict[str, Work] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
     current_action: str = ""  # the ledger name of collectives inside a block
-    # squared norms of gradients before they are summed
-    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
-    noise_scale: float | None = None
-    # as it travels to other ranks
-    grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    step: StepState = field(init=False)
+    plan: RankPlan = field(init=False)
+    flat_params: "FlatParamStore" = field(init=False)
+    optimizers: "Optimizers" = field(init=False)
+    collectives: "BlockCollectives" = field(init=False)
+    patches: ModulePatches = field(init=False)
+    strategy_tensors: "StrategyTensors" = field(init=False)
+    sequence_runner: "FullSequenceRunner" = field(init=False)
+    driver: ForwardDriver = field(init=False)
+    stage_io: "StageIO | None" = field(init=False)
+    step_rng: "StepRNG" = field(init=False)
+    token_counter: "TokenCounter" = field(init=False)
+    update: "OptimizerUpdate" = field(init=False)
+    spike_detector: SpikeDetector | None = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("loss_sum", "step_totals", "grad_norm_tensor"):
-            setattr(self, name, vars(self)[name].to(self.world.device))
+        self.step = StepState.on_device(self.world.device)
 
-    def begin_step(self, microbatches: list[Batch], num_real_microbatches: int) -> None:
-        """Clears the last step, which may have failed, and sets the microbatches; dummies come last."""
-        self.clear_step()
-        self.microbatches, self.num_real_microbatches = microbatches, num_real_microbatches
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-
-    def clear_step(self) -> None:
-        """Frees the samples, activations and messages of a step; `step_totals` and `loss_sum` stay."""
-        self.microbatches = []
-        self.forward_passes.clear()
-        self.final_glue.clear()
+    def begin_step(self, number: int) -> None:
+        """Begins step `number`, whatever the last one, which may have failed, has left."""
         self.works.clear()
-        self.local_sqnorms.clear()
+        self.step = StepState.on_device(self.world.device)
+        self.step.number = number
 
-    def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
-        """Starts the collective of `action.transfer`, if it has one, on `tensor`.
+    def end_step(self) -> None:
+        """Frees the samples, activations and messages of the step; its numbers stay."""
+        self.works.clear()
+        self.step.free()
 
-        By default on the flat tensor of `action.subject`.
+    def operand(self, action: Action) -> Operand:
+        """Returns the tensors that the collective of `action` reads and writes.
+
+        The shard and the full tensor of a flat parameter, its packed gradients and their shard, a bucket, one
+        parameter's gradient, or the range of a bucket in which the gradients of `action.tensors` lie.
         """
-        if action.transfer is None:
-            return
-        tensor = self.action_tensor(action.subject) if tensor is None else tensor
-        group = self.world.group(action.transfer.axes, action.transfer.member_indices)
-        match action.transfer.collective:
-            case "broadcast":
-                work = group.broadcast(tensor, action=action.name)
-            case "reduce":
-                work = group.reduce(tensor, action=action.name)
-            case _:
-                work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
-        self.works[action.name] = work
-
-    def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the range of a bucket in which the gradients of `names` lie."""
-        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(
-            names
-        )
-
-    def action_tensor(self, subject: str) -> torch.Tensor:
-        """Returns the flat tensor that an action on `subject` moves.
-
-        A bucket, or one parameter's gradient.
-        """
-        if subject in self.buckets:
-            return self.buckets[subject].buffer
-        parameter = self.trained_module.parameters[subject]
+        if action.tensors and self.flat_params.is_flattened(action.tensors[0]):
+            return self.flat_params.operand(action)
+        if action.subject in self.buckets:
+            return Operand.in_place(self.buckets[action.subject].buffer)
+        parameter = self.trained_module.parameters.get(action.subject)
+        if parameter is None:
+            first = action.tensors[0]
+            bucket = next(bucket for bucket in self.buckets.values() if first in bucket.views)
+            return Operand.in_place(bucket.flat_gradients(action.tensors))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
+        return Operand.in_place(parameter.grad)
+
+    def operand_by_param(self, action: Action) -> dict[str, torch.Tensor]:
+        """Returns flat views of what the collective of `action` reads, by parameter; padding is left out."""
+        flat, found, start = self.operand(action).input.view(-1), dict[str, torch.Tensor](), 0
+        if self.flat_params.is_flattened(action.tensors[0]):
+            return self.flat_params.views_by_param(action.tensors[0], flat)
+        for name in action.tensors:
+            numel = self.trained_module.parameters[name].numel()
+            found[name] = flat[start : start + numel]
+            start += numel
+        return found
+
+    def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
+        """Starts the collective of `action.transfer`, if it has one, on the action's operand.
+
+        With `tensor`, on that one, in place.
+        """
+        transfer = action.transfer
+        if transfer is None:
+            return
+        operand = self.operand(action) if tensor is None else Operand(tensor, tensor)
+        group, output = self.world.group(transfer.axes, transfer.member_indices), operand.output
+        match transfer.collective:
+            case "broadcast":
+                work = group.broadcast(output, action=action.name)
+            case "reduce":
+                work = group.reduce(output, action=action.name)
+            case "all_gather":
+                work = group.all_gather(output, operand.input, action=action.name)
+            case "reduce_scatter":
+                work = group.reduce_scatter(output, operand.input, action=action.name)
+            case _:
+                work = group.all_reduce(output, action=action.name, algorithm=transfer.algorithm)
+        self.issue(action, work)
+
+    def issue(self, action: Action, work: Work) -> None:
+        """Records `work` as what `action` has started: actions that wait for the action wait for it."""
+        self.works[action.name] = work

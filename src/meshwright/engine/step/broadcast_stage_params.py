@@ -13,18 +13,18 @@ from meshwright.engine.forward_backward.lockstep_pipeline_forward import BROADCA
 from meshwright.engine.optim.sharded_state_dict import persistent_buffers
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ParamSpec, block_of
-from meshwright.plan.plan import Plan
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def gather_full_values(
-    plan: Plan, state: RankState, local_values: NamedTensors, param_specs: Iterable[ParamSpec], action: str
+    state: RankState, local_values: NamedTensors, param_specs: Iterable[ParamSpec], action: str
 ) -> NamedTensors:
     """Yields `local_values`, this rank's values of `param_specs`, and those of other pp ranks.
 
     Where all ranks hold all parameters, yields `local_values` as they come.
     """
+    plan = state.plan
     if not plan.sharding.block_calls_by_pp_rank:
         yield from local_values
         return
@@ -46,13 +46,13 @@ def gather_full_values(
         yield weight.name, flat.view(weight.shape)
 
 
-def gather_full_buffers(plan: Plan, state: RankState, action: str) -> dict[str, torch.Tensor]:
+def gather_full_buffers(state: RankState, action: str) -> dict[str, torch.Tensor]:
     """Returns the model's persistent buffers by name; those of a block from the first rank that runs it.
 
     All ranks call it.
     """
     blocks_by_rank = [
-        {block_of(block_call) for block_call in stage} for stage in plan.sharding.block_calls_by_pp_rank
+        {block_of(block_call) for block_call in stage} for stage in state.plan.sharding.block_calls_by_pp_rank
     ]
     buffers = dict(persistent_buffers(state.trained_module.module))
     for name in buffers if blocks_by_rank else ():

@@ -10,17 +10,27 @@ they introduce, from the parts of a rank that they receive (`plan.strategy_inter
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
+from meshwright.engine.forward_backward.backward_handlers import BackwardHandlers
 from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
 from meshwright.engine.forward_backward.context_parallel_forward import make_sequence_runner
-from meshwright.engine.forward_backward.evaluation import Evaluation
+from meshwright.engine.forward_backward.evaluation import (
+    EVALUATION_ACTION,
+    Evaluation,
+    evaluate,
+    evaluation_mode,
+)
 from meshwright.engine.forward_backward.graph_cut_check import needs_graph_cuts
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import PipelinedForward
+from meshwright.engine.forward_backward.microbatch_forward import run_forward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
+from meshwright.engine.forward_backward.step_rng import StepRNG
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
+from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
 from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, make_lr_schedule
 from meshwright.engine.optim.make_optimizers import (
@@ -41,6 +51,7 @@ from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.unshard_forward_hooks import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
 from meshwright.engine.runtime.cpu_allocator import trim_heap
+from meshwright.engine.runtime.loss_guard import SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.engine.runtime.rank_state import Metrics, RankState
@@ -55,19 +66,21 @@ from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
-from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, OutputObserver
+from meshwright.engine.step.strategy_tensors import StrategyTensors
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Handler, Runtime
+from meshwright.plan.strategy_state import owner_names
 
 HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step makes the optimizer states
 
 
-class Executor:
+class StepExecutor:
     """One rank of a plan: `step(batch)` executes the list once.
 
     `extra_handlers` are for kinds that a caller added.
@@ -75,7 +88,7 @@ class Executor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RankPlan,
         state: RankState,
         optimizer: OptimizerMaker | None = None,
         stateless_rng: StatelessRNG | None = None,
@@ -83,64 +96,80 @@ class Executor:
         lr_scheduler: LRSchedulerFactory | None = None,
     ) -> None:
         create_groups(plan, state.world)
-        plan = plan.for_rank(state.world.rank)
+        self.state, state.plan = state, plan
         if plan.sharding.block_calls_by_pp_rank:
-            state.trained_module = state.trained_module.restrict_to(plan.sharding.model_spec)
-        self.plan, self.state, self.loss = plan, state, state.loss  # this one of full logits
+            state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
+        self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
-        self.flat_params = FlatParamStore(plan, state)
-        self._vocab_parallel_logits = VocabParallelLogits(plan, state)
-        weights = {weight.name: weight for weight in plan.model_spec.trainable}
-        alignments = plan.sharding.shard_alignments()
-        self.optimizers = make_optimizers(
-            plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, alignments
+        state.flat_params = FlatParamStore(state)
+        self._vocab_parallel_logits = VocabParallelLogits(state)
+        state.optimizers = make_optimizers(
+            plan.job.optimizer,
+            state.flat_params.optimizer_params(),
+            optimizer,
+            {weight.name: weight for weight in plan.model_spec.trainable},
+            plan.view.shard_alignments,
         )
-        self.lr_schedule = make_lr_schedule(plan.job, self.optimizers, lr_scheduler)
-        self._initial_group_numbers = param_group_numbers(self.optimizers)
-        collectives = self._block_collectives = BlockCollectives(state)
-        patches = self._module_patches = ModulePatches(state.trained_module.module)
-        runner = self._sequence_runner = make_sequence_runner(plan, state)
-        self._chunked_loss = ChunkedLossRuntime(plan, state, patches)
-        runtime = Runtime(plan, state, self.flat_params, collectives, patches, runner)
-        bound: dict[str, Handler] = {}
+        self.lr_schedule = make_lr_schedule(plan.job, state.optimizers, lr_scheduler)
+        self._initial_group_numbers = param_group_numbers(state.optimizers)
+        state.collectives = BlockCollectives(state)
+        state.patches = ModulePatches(state.trained_module.module)
+        state.sequence_runner = make_sequence_runner(state)
+        self._chunked_loss = ChunkedLossRuntime(state)
+        state.strategy_tensors = StrategyTensors(state)
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
-        for strategy in plan.strategies:
-            bound |= strategy.bind(runtime)
-        self._module_patches.apply_wrappers()
-        self._driver = ForwardDriver(
-            state.trained_module.blocks,
-            in_place=plan.sharding.model_spec.writes_in_place,
-            cut_graph=needs_graph_cuts(plan),
+        runtime = Runtime(
+            plan, state, state.flat_params, state.collectives, state.patches, state.sequence_runner
         )
+        bound: dict[str, Handler] = {}
+        owners = owner_names(strategy.name for strategy in plan.strategies)
+        for owner, strategy in zip(owners, plan.strategies, strict=True):
+            bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
+        state.patches.apply_wrappers()
+        in_place = plan.view.model_spec.writes_in_place
+        blocks = state.trained_module.blocks
+        state.driver = ForwardDriver(blocks, in_place=in_place, cut_graph=needs_graph_cuts(plan))
         if not plan.sharding.block_calls_by_pp_rank:  # stages shard the blocks that they run
-            runner.shard_blocks_of(self._driver)
-        self._update = OptimizerUpdate(
-            plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None
-        )
-        self._stage_io = make_stage_io(plan, state, self._driver, runner)
-        self._pipelined_forward = PipelinedForward(plan, state, self._driver)
-        self._actions = ActionHandlers(
-            plan,
-            state,
-            self.flat_params,
-            self._update,
-            self._driver,
-            collectives,
-            stateless_rng,
-            self._stage_io,
-            runner,
-        )
-        self._gradient_noise = GradientNoiseScale(plan, state, self._actions)
-        handlers: dict[str, Handler] = self._actions.handlers | self._gradient_noise.handlers
-        handlers |= self.flat_params.matrix_owners.handlers | bound
-        handlers |= {kind: self._with_state(handler) for kind, handler in (extra_handlers or {}).items()}
-        self._entries = self._resolve(plan.actions, handlers)
+            state.sequence_runner.shard_blocks_of(state.driver)
+        state.stage_io = make_stage_io(state)
+        state.step_rng = StepRNG(state, stateless_rng)
+        state.token_counter = TokenCounter(state)
+        state.update = OptimizerUpdate(state, is_user_made=optimizer is not None)
+        state.spike_detector = None
+        if plan.job.guard.action != "off":
+            state.spike_detector = SpikeDetector(plan.job.guard, state.strategy_tensors.of("guard"))
+        self._pipelined_forward = PipelinedForward(state)
+        self._actions = ActionHandlers(state)
+        self._gradient_noise = GradientNoiseScale(state)
+        self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
-        first_calls = plan.sharding.model_spec.block_calls[:1]
-        first_calls = first_calls if self._stage_io is None else self._stage_io.first_block_calls
+        first_calls = plan.view.model_spec.block_calls[:1]
+        first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
+
+    def _handlers(
+        self,
+        bound: Mapping[str, Handler],
+        runtime: Runtime,
+        extra_handlers: Mapping[str, Callable[[Action, RankState], None]],
+    ) -> dict[str, Handler]:
+        """Returns the handlers of all kinds: the engine's, those of strategies (`bound`) with what strategies
+        have wrapped around any of them, and those of a caller.
+        """
+        state = self.state
+        handlers = self._actions.handlers | BackwardHandlers(state).handlers | self._gradient_noise.handlers
+        handlers |= {} if state.stage_io is None else state.stage_io.handlers
+        handlers |= state.flat_params.matrix_owners.handlers
+        handlers |= state.flat_params.master_weights.weight_stash.handlers
+        handlers |= bound
+        for kind, wrapper in runtime.wrappers:
+            if kind not in handlers:
+                fix = "wrap a kind that the engine or another strategy of the plan has a handler for"
+                raise PlanError(f"a strategy wraps {kind}, and nothing handles it", fix=fix, location="bind")
+            handlers[kind] = wrapper(handlers[kind])
+        return handlers | {kind: self._with_state(handler) for kind, handler in extra_handlers.items()}
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
         """Trains one global step on this rank's samples; returns the same metrics on every rank.
@@ -150,8 +179,8 @@ class Executor:
         holds the microbatches, whose sequences may differ in length. `stop` asks all ranks to stop after this
         step: each sees it in the metrics. `profiler` records the time of each action.
         """
-        step_actions, state = self._actions, self.state
-        step_actions.begin_step(self.steps_done, batch, stop=stop)
+        state = self.state
+        self._actions.begin_step(self.steps_done, batch, stop=stop)
         lr = self.lr_schedule.begin_step(self.steps_done)
         self._cursor, self._current_entries = (
             0,
@@ -163,23 +192,20 @@ class Executor:
             wait_for_works(waits, state.works, profiler)  # glue before the block may read what arrived
             state.current_action = start.name
             microbatch = start.microbatch or 0
+            before_block = self._before_block(microbatch)
             if profiler is None:
-                step_actions.forward(
-                    microbatch, self._before_block(microbatch), first_block_call=start.subject
-                )
+                run_forward(state, microbatch, before_block, None, start.subject)
             else:
                 with profiler.record_span(f"forward({microbatch})", GLUE):
-                    step_actions.forward(
-                        microbatch, self._before_block(microbatch), profiler.end_span, start.subject
-                    )
+                    run_forward(state, microbatch, before_block, profiler.end_span, start.subject)
         self._execute_until(len(self._entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
-        state.clear_step()
+        state.end_step()
         if self._heap_warmup_left and state.world.device.type == "cpu":
             trim_heap()
             self._heap_warmup_left -= 1
-        metrics = step_actions.metrics(self.steps_done, lr)
+        metrics = self._actions.metrics(lr)
         if not metrics.is_skipped:
             self.lr_schedule.end_step()
         return metrics
@@ -190,70 +216,53 @@ class Executor:
         Each batch holds this rank's samples, as for `step`. Nothing is trained. Raises PlanError when nothing
         counts in any batch.
         """
-        self._block_collectives.begin_block("EVALUATE")
-        with summon_full_params(self.state.trained_module, self.flat_params, self._driver, "EVALUATE"):
-            return self._actions.evaluate(batches)
+        state = self.state
+        state.collectives.begin_block(EVALUATION_ACTION)
+        with summon_full_params(state.trained_module, state.flat_params, state.driver, EVALUATION_ACTION):
+            return evaluate(state, batches)
 
     @contextmanager
     def evaluation_forwards(self, action: str) -> Iterator[None]:
         """Makes forwards of the module find full parameters and return full outputs, in eval mode and without
         gradients and draws. All ranks run the same.
         """
-        with self._actions.evaluation_mode(), self.full_params(action):
+        with evaluation_mode(self.state), self.full_params(action):
             yield
 
     def state_dict(self) -> dict[str, SavedTensor]:
-        """Returns all that must be saved, by full name.
+        """Returns all that must be saved, by full name: parameters, buffers, optimizer states, the state of
+        the learning-rate schedule, and what techniques keep from step to step.
 
-        Parameters, buffers, optimizer states, and lasting state. Lasting state is that of the loss guard, the
-        noise scale and the loss scale. Of sharded tensors this rank returns its shard; of a parameter with a
-        master, the master.
+        Of sharded tensors this rank returns its shard; of a parameter with a master, the master.
         """
-        subject = self.state.trained_module
-        guard_state = (
-            {} if self._actions.spike_detector is None else self._actions.spike_detector.state_dict()
-        )
-        noise = {f"noise/{name}": value for name, value in self._gradient_noise.state_dict().items()}
-        scale = {} if self._update.loss_scale is None else self._update.loss_scale.state_dict()
-        state = {f"guard/{name}": value for name, value in guard_state.items()} | noise
-        state |= {f"loss_scale/{name}": value for name, value in scale.items()}
-        state |= self.lr_schedule.state_dict()
         local_state = (
-            model_state_dict(subject, self.flat_params)
-            | optimizer_state_dict(self.optimizers, subject, self.flat_params, self._initial_group_numbers)
-            | state
+            model_state_dict(self.state)
+            | optimizer_state_dict(self.state, self._initial_group_numbers)
+            | self.state.strategy_tensors.state_dict()
+            | self.lr_schedule.state_dict()
         )
-        return filter_stage_state(local_state, subject)
+        return filter_stage_state(local_state, self.state.trained_module)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Loads `state_dict`, full tensors by full name, as of `steps_done` global steps.
 
         Each is read at most once.
         """
-        subject = self.state.trained_module
-        dtypes = load_model_state(subject, self.flat_params, state_dict)
-        load_optimizer_state(
-            self.optimizers, subject, self.flat_params, strip_prefix("optimizer/", state_dict), dtypes
-        )
-        if self._update.loss_scale is not None:
-            self._update.loss_scale.load_state_dict(strip_prefix("loss_scale/", state_dict))
-        guard_state = strip_prefix("guard/", state_dict)
-        if guard_state and self._actions.spike_detector is not None:
-            self._actions.spike_detector.load_state_dict(guard_state)
-        self._gradient_noise.load_state_dict(strip_prefix("noise/", state_dict))
+        dtypes = load_model_state(self.state, state_dict)
+        load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
+        self.state.strategy_tensors.load_state_dict(state_dict)
         self.lr_schedule.load_state_dict(state_dict)
         self.steps_done = steps_done
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
-        load_model_state(self.state.trained_module, self.flat_params, state_dict)
+        load_model_state(self.state, state_dict)
 
     def load_optimizer_state(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads the state of the optimizers alone from `state_dict`, full tensors by full name."""
-        subject = self.state.trained_module
-        dtypes = {name: parameter.dtype for name, parameter in subject.parameters.items()}
-        optimizer_state = strip_prefix("optimizer/", state_dict)
-        load_optimizer_state(self.optimizers, subject, self.flat_params, optimizer_state, dtypes)
+        parameters = self.state.trained_module.parameters
+        dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
+        load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
 
     @contextmanager
     def full_params(self, action: str) -> Iterator[None]:
@@ -267,11 +276,11 @@ class Executor:
             self._pipelined_forward.run_in_lockstep(action),
         )
         with (
-            summon_full_params(subject, self.flat_params, self._driver, action),
+            summon_full_params(subject, self.state.flat_params, self.state.driver, action),
             full_logits,
             lockstep,
             self._chunked_loss.full_logits(),
-            self._sequence_runner.full_sequences(),
+            self.state.sequence_runner.full_sequences(),
         ):
             yield
 
@@ -284,9 +293,9 @@ class Executor:
         returns masters where there are any.
         """
         with self.state.world.ledger.pause_recording():
-            values = self.flat_params.full_values("GATHER_FULL", use_masters=use_masters)
+            values = self.state.flat_params.full_values("GATHER_FULL", use_masters=use_masters)
             full_values = gather_full_values(
-                self.plan, self.state, values, self.plan.model_spec.params, "GATHER_FULL"
+                self.state, values, self.state.plan.model_spec.params, "GATHER_FULL"
             )
             return {name: value for name, value in full_values if keep_result}
 
@@ -297,29 +306,25 @@ class Executor:
         With `local_only`, only those that this rank uses; ranks that use others need not call it.
         """
         with self.state.world.ledger.pause_recording():
-            local_gradients = self.flat_params.full_gradients("GATHER_FULL")
+            local_gradients = self.state.flat_params.full_gradients("GATHER_FULL")
             full_values = (
                 local_gradients
                 if local_only
                 else gather_full_values(
-                    self.plan, self.state, local_gradients, self.plan.model_spec.trainable, "GATHER_FULL"
+                    self.state, local_gradients, self.state.plan.model_spec.trainable, "GATHER_FULL"
                 )
             )
-            return {name: gradient / self._update.loss_scale_value for name, gradient in full_values}
+            return {name: gradient / self.state.update.loss_scale_value for name, gradient in full_values}
 
     def memory_by_category(self) -> dict[str, int]:
         """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""
-        return memory_by_category(self.state, self.flat_params, self.optimizers, self._update)
-
-    def observe_block_outputs(self, observer: OutputObserver) -> AbstractContextManager[None]:
-        """Context manager: calls `observer(outputs)` after each block that a step runs forward."""
-        return self._driver.use_output_observer(observer)
+        return memory_by_category(self.state)
 
     def close(self) -> None:
         """Restores the module's own forwards."""
-        self._driver.detach()
-        self._sequence_runner.restore_model()
-        self._module_patches.restore_forwards()
+        self.state.driver.detach()
+        self.state.sequence_runner.restore_model()
+        self.state.patches.restore_forwards()
 
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.
@@ -330,7 +335,7 @@ class Executor:
         def before_block(block_call: str) -> bool:
             target = self._forward_positions.get((block_call, microbatch))
             if target is None or target < self._cursor:
-                planned = " ".join(self.plan.sharding.model_spec.block_calls)
+                planned = " ".join(self.state.plan.view.model_spec.block_calls)
                 problem = "out of the order" if target is not None else "more often than in the order"
                 text = f"the model reached block '{block_call}' {problem} of the plan: {planned}"
                 fix = (
@@ -339,7 +344,7 @@ class Executor:
                 )
                 raise PlanError(text, fix=fix, location="model")
             self._execute_until(target + 1)
-            self._block_collectives.begin_block(self._entries[target][0].name)
+            self.state.collectives.begin_block(self._entries[target][0].name)
             return self._entries[target][0].kind == CHECKPOINTED_FORWARD
 
         return before_block

@@ -38,15 +38,12 @@ Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from math import isfinite
 
 import torch
 
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.action_handlers import ActionHandlers
-from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
@@ -56,35 +53,34 @@ AVERAGE_DECAY = 0.99  # decay of the averages, per step
 class GradientNoiseScale:
     """Handlers of GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, and the two running averages."""
 
-    def __init__(self, plan: Plan, state: RankState, action_handlers: ActionHandlers) -> None:
+    def __init__(self, state: RankState) -> None:
         self.handlers: dict[str, Handler] = {
             "GRAD_SQNORM": self.compute_grad_sqnorm,
             "REDUCE_SQNORM": self.reduce_sqnorm,
             "NOISE_SCALE": self.update_noise_scale,
         }
-        self._state, self._action_handlers = state, action_handlers
-        self._is_measured = plan.job.train.noise_scale
+        self._state, plan = state, state.plan
         # microbatches in a gradient that is measured once
         self._num_parts = plan.num_microbatches if plan.num_data > 1 else 1
         self._microbatch_by_action = {
             action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
         }
-        action_lists = (actions for _, actions in plan.program.roles)  # a rank may have no trained weight
         self._measured_microbatches = sorted(
             {
                 action.microbatch
-                for action_list in action_lists
-                for action in action_list
+                for role in plan.program.roles  # a rank may have no trained weight
+                for action in role.actions
                 if action.kind == "GRAD_SQNORM"
             },
             key=str,
         )
         coordinate = plan.mesh.coordinate(state.world.rank)
-        self._counted_params = frozenset(plan.sharding.params_counted_in_sum(coordinate))
+        self._counted_params = plan.view.params_counted_in_sum
         # other model-parallel ranks have the same
         self._reports_weights = not any(coordinate[axis] for axis in plan.sharding.model_parallel_axes)
         self._message = torch.zeros(3, dtype=torch.float64)
-        self._averages = torch.zeros(2, dtype=torch.float64)
+        tensors = state.strategy_tensors.of("noise_scale") if plan.job.train.noise_scale else {}
+        self._averages = tensors.get("averages", torch.zeros(2, dtype=torch.float64))
 
     def compute_grad_sqnorm(self, action: Action) -> None:
         """Computes the squared norm of the gradients of `action.tensors` on this rank alone."""
@@ -95,7 +91,7 @@ class GradientNoiseScale:
         )
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = total_norm(grads) if grads else torch.zeros(())
-        self._state.local_sqnorms[action.name] = norm.double().to(self._state.world.device) ** 2
+        self._state.step.local_sqnorms[action.name] = norm.double().to(self._state.world.device) ** 2
 
     def reduce_sqnorm(self, action: Action) -> None:
         """Starts the sum over ranks of c/C |G_part|^2, of c/C, and of the number of parts.
@@ -103,9 +99,9 @@ class GradientNoiseScale:
         Where each microbatch is measured by itself, the rank has as many parts.
         """
         squares: dict[int | None, list[torch.Tensor]] = defaultdict(list)
-        for name, square in self._state.local_sqnorms.items():
+        for name, square in self._state.step.local_sqnorms.items():
             squares[self._microbatch_by_action[name]].append(square)
-        count, weights = self._action_handlers.step_totals()[0] or 1.0, self._state.microbatch_weights
+        count, weights = self._state.token_counter.totals()[0] or 1.0, self._state.step.microbatch_weights
         weights_behind = {
             microbatch: weights[: self._num_parts]
             if microbatch is None
@@ -122,7 +118,7 @@ class GradientNoiseScale:
             sum(reported_fractions.values(), 0.0),
             float(sum(fraction > 0 for fraction in reported_fractions.values())),
         ]
-        total = total / self._action_handlers.update.loss_scale_value**2
+        total = total / self._state.update.loss_scale_value**2
         self._message = torch.cat(
             [total.view(1), torch.tensor(sums, dtype=torch.float64, device=total.device)]
         )
@@ -131,28 +127,18 @@ class GradientNoiseScale:
     def update_noise_scale(self, action: Action) -> None:
         """Adds this step's estimates of |G|^2 and S to the averages, and stores their ratio."""
         squares, fraction, num_parts = (number.item() for number in self._message)
-        num_samples = self._action_handlers.step_totals()[2]
-        if fraction and self._action_handlers.spike is None and not self._action_handlers.overflow:
+        num_samples = self._state.token_counter.totals()[2]
+        if fraction and self._state.step.spike is None and not self._state.step.overflow:
             estimate_pair = estimate_signal_and_noise(
-                squares / fraction, num_samples * fraction / num_parts, self._state.grad_norm**2, num_samples
+                squares / fraction,
+                num_samples * fraction / num_parts,
+                self._state.step.grad_norm**2,
+                num_samples,
             )
             if estimate_pair is not None:
-                self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(
-                    estimate_pair, dtype=torch.float64
-                )
-        self._state.noise_scale = simple_noise_scale(*self._averages.tolist())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the averages of |G|^2 and S, as (2,) in float64; empty where they are not measured."""
-        return {"averages": self._averages} if self._is_measured else {}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state_dict` returned; an empty dict resets the averages."""
-        self._averages = (
-            state_dict["averages"].cpu().clone()
-            if "averages" in state_dict
-            else torch.zeros_like(self._averages)
-        )
+                estimate = torch.tensor(estimate_pair, dtype=torch.float64)
+                self._averages.copy_(AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * estimate)
+        self._state.step.noise_scale = simple_noise_scale(*self._averages.tolist())
 
 
 def estimate_signal_and_noise(

@@ -2,20 +2,17 @@
 
 import torch
 
-from meshwright.engine.optim.make_optimizers import Optimizers
-from meshwright.engine.optim.optimizer_step import OptimizerUpdate
-from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import RankState
 
 
-def memory_by_category(
-    state: RankState, flat_params: FlatParamStore, optimizers: Optimizers, update: OptimizerUpdate
-) -> dict[str, int]:
-    """Returns bytes by category: parameters, gradients, optimizer_states, buckets, and master if any.
+def memory_by_category(state: RankState) -> dict[str, int]:
+    """Returns bytes by category: parameters, gradients, optimizer_states, buckets; master and strategy_states
+    if any.
 
     A gradient that is a view of a bucket counts there. Gradients exist from a backward to the optimizer's
     step. Buckets include all buffers for messages.
     """
+    flat_params = state.flat_params
     buckets, sharded = state.buckets.values(), flat_params.memory_by_category()
     in_bucket = {
         name
@@ -27,14 +24,22 @@ def memory_by_category(
         name: p for name, p in state.trained_module.parameters.items() if not flat_params.is_flattened(name)
     }
     without_bucket = (p for name, p in unsharded.items() if p.requires_grad and name not in in_bucket)
-    states = [param_state for optimizer in optimizers for param_state in optimizer.state.values()]
+    states = [param_state for optimizer in state.optimizers for param_state in optimizer.state.values()]
     state_tensors = [
         value for param_state in states for value in param_state.values() if isinstance(value, torch.Tensor)
     ]
+    nbytes = state.strategy_tensors.nbytes
+    kept = {"strategy_states": nbytes} if nbytes else {}
     masters = {"master": sharded["master"]} if sharded["master"] else {}
-    return masters | {
-        "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
-        "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
-        "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
-        "buckets": sum(bucket.buffer.nbytes for bucket in buckets) + sharded["buffers"] + update.nbytes,
-    }
+    return (
+        masters
+        | kept
+        | {
+            "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
+            "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
+            "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
+            "buckets": sum(bucket.buffer.nbytes for bucket in buckets)
+            + sharded["buffers"]
+            + state.update.nbytes,
+        }
+    )

@@ -15,64 +15,42 @@ own.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
 
 import torch
 
+from meshwright.engine.forward_backward.backward_handlers import run_backward
 from meshwright.engine.forward_backward.evaluation import preserve_module_state
+from meshwright.engine.forward_backward.microbatch_forward import run_forward
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.params.unshard_forward_hooks import unshard_in_order
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.block_forward_backward import BeforeBlock, BlockCall, backward, backward_from
-from meshwright.model.loss.loss_definition import Batch
+from meshwright.model.blocks.block_forward_backward import BlockCall, backward, backward_from
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS
-from meshwright.plan.strategy_interface import Handler
 
-UnshardFn = Callable[[str], None]  # gathers the weights of a block
 TRANSFER_KINDS = ("SEND", "RECV", "CONCAT")  # prefixes: also the kinds of their gradients
-
-
-class ForwardFn(Protocol):
-    """Runs the model's forward on a microbatch, or one stage of it; leaves the pass in the state."""
-
-    def __call__(
-        self,
-        microbatch: int,
-        before_block: BeforeBlock,
-        after_block: Callable[[], None] | None = None,
-        first_block_call: str = "",
-    ) -> None: ...
 
 
 class ReplayFindings:
     """The loss over `count`, squared gradient norms by name, and the first value that was not finite.
 
     `first_nonfinite` is its microbatch, phase and block. Squares are computed in float64 against overflow.
-    `loss_sum` computes the loss of a forward's outputs and its batch. `tied_param_users` are the pp ranks of
-    weights that several of them use.
+    `tied_param_users` are the pp ranks of weights that several of them use.
     """
 
-    def __init__(
-        self, plan: Plan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]
-    ) -> None:
-        self._state, self._model_spec, self._count, self._loss_sum = (
-            state,
-            plan.sharding.model_spec,
-            count or 1.0,
-            loss_sum,
-        )
+    def __init__(self, state: RankState, count: float) -> None:
+        plan = state.plan
+        self._state, self._model_spec, self._count = state, plan.view.model_spec, count or 1.0
         # by the block call whose backward completes them
         self._params_by_last_backward: dict[str | None, list[str]] = defaultdict(list)
         pp_ranks = {
             param_sharding.param.name: plan.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in plan.sharding.logical_param_shardings
+            for param_sharding in plan.view.logical_param_shardings
             if param_sharding.param.trainable
         }
         self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
@@ -99,9 +77,9 @@ class ReplayFindings:
 
     def compute_loss(self, microbatch: int) -> None:
         """Computes the loss of a microbatch, and its gradient down to the last blocks' outputs."""
-        outputs, closing = self._state.final_glue.pop(microbatch)
-        total_norm = self._loss_sum(outputs, self._state.microbatches[microbatch])
-        if microbatch >= self._state.num_real_microbatches:
+        outputs, closing = self._state.step.final_glue.pop(microbatch)
+        total_norm = self._state.sequence_runner.loss_sum(outputs, self._state.step.microbatches[microbatch])
+        if microbatch >= self._state.step.num_real_microbatches:
             total_norm = total_norm * 0.0
         if self.first_nonfinite is None and _is_non_finite(total_norm):
             self.first_nonfinite = microbatch, "loss", ""
@@ -136,11 +114,8 @@ class ReplayFindings:
 class MicrobatchReplay(ABC):
     """Replays the microbatches of one rank, and collects `findings`."""
 
-    plan: Plan
     state: RankState
     findings: ReplayFindings
-    forward: ForwardFn
-    unshard_block: UnshardFn
 
     @abstractmethod
     def replay(self, microbatch: int) -> None:
@@ -150,16 +125,21 @@ class MicrobatchReplay(ABC):
     def join_collectives(self, microbatch: int) -> None:
         """Takes part in the collectives of a microbatch for which this rank has no samples."""
 
+    def unshard_block(self, block: str) -> None:
+        """Gathers the weights of a block."""
+        self.state.collectives.begin_block(SPIKE_DIAGNOSIS)
+        self.state.flat_params.unshard_block(block, SPIKE_DIAGNOSIS)
+
 
 class FullModelReplay(MicrobatchReplay):
     """The replay on a rank that runs the whole model."""
 
     def replay(self, microbatch: int) -> None:
         """Replays a microbatch; weights of blocks that its forward leaves out are gathered all the same."""
-        order = self.plan.sharding.model_spec.block_calls
+        order = self.state.plan.view.model_spec.block_calls
         with unshard_in_order(order, self.unshard_block) as before_block:
-            self.forward(microbatch, before_block)
-        block_calls = self.state.forward_passes.pop(microbatch).block_calls
+            run_forward(self.state, microbatch, before_block)
+        block_calls = self.state.step.forward_passes.pop(microbatch).block_calls
         self.findings.check_outputs(microbatch, block_calls)
         self.findings.compute_loss(microbatch)
         with unshard_in_order(order[::-1], self.unshard_block) as before_block:
@@ -170,7 +150,7 @@ class FullModelReplay(MicrobatchReplay):
         self.findings.add_sqnorms(self.state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        block_calls = self.plan.sharding.model_spec.block_calls
+        block_calls = self.state.plan.view.model_spec.block_calls
         for order in (block_calls, block_calls[::-1]):
             with unshard_in_order(order, self.unshard_block):
                 pass
@@ -181,29 +161,29 @@ class StageReplay(MicrobatchReplay):
     """The replay on a rank that runs pipeline stages: the actions of a microbatch, in list order."""
 
     stage_io: StageIO
-    run_backward: Handler
 
     def __post_init__(self) -> None:
         # the sends of the step have completed, since the norm of all gradients is known
         for work in self.state.works.values():
             work.wait()
-        self.state.final_glue.clear()
-        self.state.forward_passes.clear()
+        self.state.step.final_glue.clear()
+        self.state.step.forward_passes.clear()
         self.stage_io.clear()
 
     def replay(self, microbatch: int) -> None:
         """Replays the stages of a microbatch, and the transfers between them."""
         state, checked = self.state, set[str]()
-        for action in (action for action in self.plan.actions if action.microbatch == microbatch):
+        for action in (action for action in self.state.plan.actions if action.microbatch == microbatch):
             for name in state.works.keys() & set(action.waits):
                 state.works[name].wait()
             if action.kind in FORWARD_KINDS and action.subject in self.stage_io.first_block_calls:
-                self.forward(
+                run_forward(
+                    self.state,
                     microbatch,
                     lambda block_call: self.unshard_block(block_of(block_call)),
                     first_block_call=action.subject,
                 )
-                block_calls = state.forward_passes[microbatch].block_calls
+                block_calls = state.step.forward_passes[microbatch].block_calls
                 self.findings.check_outputs(
                     microbatch,
                     {name: block_call for name, block_call in block_calls.items() if name not in checked},
@@ -213,7 +193,7 @@ class StageReplay(MicrobatchReplay):
                 self.findings.compute_loss(microbatch)
             elif action.kind in INPUT_GRAD_KINDS:
                 self.unshard_block(block_of(action.subject))
-                self.run_backward(action)
+                run_backward(self.state, action, backward)
                 self.findings.check_gradients(microbatch, action.subject)
             elif action.kind.partition("_")[0] in TRANSFER_KINDS:
                 self.stage_io.start_send_recv(action)
@@ -222,15 +202,15 @@ class StageReplay(MicrobatchReplay):
         for name, pp_ranks in self.findings.tied_param_users.items():
             parameter = state.trained_module.parameters[name]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            group = state.world.group(("pp",), pp_ranks if len(pp_ranks) < self.plan.mesh.pp else ())
-            group.all_reduce(gradient, action="SPIKE_DIAGNOSIS").wait()
+            group = state.world.group(("pp",), pp_ranks if len(pp_ranks) < self.state.plan.mesh.pp else ())
+            group.all_reduce(gradient, action=SPIKE_DIAGNOSIS).wait()
             parameter.grad = gradient
         self.findings.add_sqnorms(state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
         for action in (
             action
-            for action in self.plan.actions
+            for action in self.state.plan.actions
             if action.microbatch == microbatch and action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS)
         ):
             self.unshard_block(block_of(action.subject))
@@ -240,28 +220,35 @@ def _is_non_finite(tensor: torch.Tensor) -> bool:
     return not bool(tensor.isfinite().all())
 
 
+SPIKE_DIAGNOSIS = "SPIKE_DIAGNOSIS"  # name in the ledger
 STEP_PHASES: tuple[StepPhase, ...] = ("", "forward", "loss", "backward")
 NUM_REPORT_NUMBERS = 5  # numbers that each rank tells: loss, norm, stage, block, parameter
 
 
-def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tuple[RankSpikeReport, ...]:
+def diagnose_spike(state: RankState) -> tuple[RankSpikeReport, ...]:
     """Returns the report of each rank's samples in this step, by rank.
 
     Every rank calls it and gets the same.
     """
+    plan, findings = state.plan, ReplayFindings(state, state.token_counter.totals()[0])
+    replay = (
+        FullModelReplay(state, findings)
+        if state.stage_io is None
+        else StageReplay(state, findings, state.stage_io)
+    )
     for parameter in state.trained_module.trainable_parameters.values():
         parameter.grad = None
-    with preserve_module_state(state.trained_module.module):
-        for microbatch in range(len(state.microbatches)):
+    with state.driver.cutting_graph(), preserve_module_state(state.trained_module.module):
+        for microbatch in range(len(state.step.microbatches)):
             # a block with batch norms communicates while it runs: on a stand-in too, as in the step
-            if microbatch < state.num_real_microbatches or plan.sharding.syncs_batch_norm:
+            if microbatch < state.step.num_real_microbatches or plan.sharding.syncs_batch_norm:
                 replay.replay(microbatch)
             else:
                 replay.join_collectives(microbatch)
-    if not state.num_real_microbatches:
-        replay.findings.clear()
+    if not state.step.num_real_microbatches:
+        findings.clear()
     names, block_calls = [weight.name for weight in plan.model_spec.trainable], plan.model_spec.block_calls
-    loss, squares, phase, block = _merge_findings(plan, state, replay.findings)
+    loss, squares, phase, block = _merge_findings(state, findings)
     norms = {name: squares[name] ** 0.5 for name in names}
     non_finite = [name for name in names if not isfinite(norms[name])]
     if phase == "backward":
@@ -289,16 +276,17 @@ def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tu
         total_norm,
         STEP_PHASES.index(phase),
         block_index,
-        names.index(suspected_param) if state.num_real_microbatches else -1,
+        names.index(suspected_param) if state.step.num_real_microbatches else -1,
     ]
     message = _all_gather_report(state, local_numbers)
     return tuple(_make_report(rank, numbers, block_calls, names) for rank, numbers in enumerate(message))
 
 
 def _merge_findings(
-    plan: Plan, state: RankState, findings: ReplayFindings
+    state: RankState, findings: ReplayFindings
 ) -> tuple[float, Mapping[str, float], StepPhase, str]:
     """Returns loss, squared norms and the first non-finite place, over ranks with the same samples."""
+    plan = state.plan
     sharding, names, block_calls = (
         plan.sharding,
         [weight.name for weight in plan.model_spec.trainable],
@@ -308,9 +296,9 @@ def _merge_findings(
         _, phase, block = findings.first_nonfinite or (0, "", "")
         return findings.loss, findings.sqnorms, phase, block
     coordinate = plan.mesh.coordinate(state.world.rank)
-    counted_params = set(sharding.params_counted_in_sum(coordinate))
+    counted_params = plan.view.params_counted_in_sum
     # ranks with other slices have the same loss
-    reports_loss = not any(coordinate[axis] for axis in sharding.model_parallel_axes if axis != "pp")
+    reports_loss = not any(coordinate[axis] for axis in sharding.param_slice_axes)
     local_numbers = [findings.sqnorms[name] if name in counted_params else 0.0 for name in names]
     microbatch, phase, block = findings.first_nonfinite or (-1, "", "")
     local_numbers += [
@@ -322,7 +310,7 @@ def _merge_findings(
     group = state.world.group(sharding.model_parallel_axes)
     message = torch.tensor(local_numbers, dtype=torch.float64, device=state.world.device)
     gathered_messages = message.new_empty(group.size * len(message))
-    group.all_gather(gathered_messages, message, action="SPIKE_DIAGNOSIS").wait()
+    group.all_gather(gathered_messages, message, action=SPIKE_DIAGNOSIS).wait()
     messages = gathered_messages.view(group.size, -1)
     non_finite_places = [
         (int(microbatch), int(phase_index), int(block_index))
@@ -350,7 +338,7 @@ def _all_gather_report(state: RankState, local_numbers: list[float]) -> list[lis
     gathered_messages = torch.empty(
         group.size * NUM_REPORT_NUMBERS, dtype=torch.float64, device=state.world.device
     )
-    group.all_gather(gathered_messages, message, action="SPIKE_DIAGNOSIS").wait()
+    group.all_gather(gathered_messages, message, action=SPIKE_DIAGNOSIS).wait()
     return gathered_messages.view(-1, NUM_REPORT_NUMBERS).tolist()
 
 

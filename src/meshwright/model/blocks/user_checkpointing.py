@@ -41,7 +41,7 @@ def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
     communicate.
     """
     actions = [
-        action for _, listed in plan.program.roles for action in listed if action.kind in FORWARD_KINDS
+        action for role in plan.program.roles for action in role.actions if action.kind in FORWARD_KINDS
     ]
     communicating = {
         action.subject for action in actions if any(not move.in_glue for move in action.inner_transfers)

@@ -38,6 +38,7 @@ from meshwright.plan.model_spec.param_dim_split import DimShard
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, ConvSpec, GlueGather
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
@@ -55,14 +56,14 @@ LOSS_SITE = ""  # stands for it among block calls
 END_OF_CALL = 1e9  # behind all that a block call itself moves
 
 
-def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
+def add_glue_gathers(program: Program, view: RankView, job: Job, axis: str) -> Program:
     """Returns `program` with the gathers of tokens along `axis` that glue between blocks needs."""
-    tokens = sharding.global_plan.model_spec.sequence_info
+    tokens = view.plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
 
     def edited(actions: list[Action]) -> list[Action]:
-        glue = _GlueTransfers.for_rank(sharding, job, axis, samples_per_microbatch(actions, sharding, job))
+        glue = _GlueTransfers.for_rank(view, job, axis, samples_per_microbatch(actions, view.plan, job))
         return [glue.insert(action) for action in actions]
 
     return program.edit(edited)
@@ -77,21 +78,21 @@ class _GlueTransfers:
     backward_end: Mapping[str, Sequence[Transfer]]
 
     @classmethod
-    def for_rank(cls, sharding: ShardingPlan, job: Job, axis: str, num_samples: int) -> "_GlueTransfers":
-        tokens = sharding.global_plan.model_spec.sequence_info
+    def for_rank(cls, view: RankView, job: Job, axis: str, num_samples: int) -> "_GlueTransfers":
+        tokens = view.plan.model_spec.sequence_info
         before, forth, first, last = (defaultdict[str, list[Transfer]](list) for _ in range(4))
         more = defaultdict[str, int](int)
         for each in tokens.gathers if tokens is not None else ():
-            param_sharding = _forward_site(each, sharding.stages)
+            param_sharding = _forward_site(each, view.plan.stages)
             if not (
-                param_sharding in sharding.model_spec.block_calls
-                or (param_sharding == LOSS_SITE and sharding.computes_loss)
+                param_sharding in view.model_spec.block_calls
+                or (param_sharding == LOSS_SITE and view.computes_loss)
             ):
                 continue
-            there, back, nbytes = _gather_and_scatter(each, sharding, job, axis, num_samples)
+            there, back, nbytes = _gather_and_scatter(each, view.plan, job, axis, num_samples)
             (before if param_sharding != each.block_call else forth)[param_sharding].append(there)
             more[param_sharding] += nbytes
-            for place, ends in dict.fromkeys(_backward_sites(each, param_sharding, sharding.stages)):
+            for place, ends in dict.fromkeys(_backward_sites(each, param_sharding, view.plan.stages)):
                 (last if ends else first)[place].insert(0, back)  # what was made last flows first
         return cls(before, forth, more, first, last)
 
@@ -184,7 +185,7 @@ class ContextParallel(Strategy):
 
 def add_attention_comm(
     program: Program,
-    sharding: ShardingPlan,
+    view: RankView,
     job: Job,
     forward_transfers: AttentionTransfers,
     backward_transfers: AttentionTransfers,
@@ -199,11 +200,11 @@ def add_attention_comm(
         each: AttentionSpec | ConvSpec, num_samples: int, *, forward: bool
     ) -> Sequence[Transfer]:
         if isinstance(each, ConvSpec):
-            return halo_transfers(sharding, job, CP_AXIS, each, num_samples)[0 if forward else 1]
+            return halo_transfers(view.plan, job, CP_AXIS, each, num_samples)[0 if forward else 1]
         return (forward_transfers if forward else backward_transfers)(each, num_samples)
 
     def add_transfers(action: Action, num_samples: int) -> Action:
-        mine = list(_attention_positions(sharding, action.subject))
+        mine = list(_attention_positions(view, action.subject))
         if action.kind in FORWARD_KINDS:
             more = [
                 replace(move, position=at)
@@ -211,7 +212,7 @@ def add_attention_comm(
                 for move in call_transfers(each, num_samples, forward=True)
             ]
         else:
-            if not runs_input_backward(action, sharding):
+            if not runs_input_backward(action, view.plan):
                 return action
             needed = [(at, each) for at, each in reversed(mine) if each.needs_grad]
             more = [
@@ -222,7 +223,7 @@ def add_attention_comm(
         return action.with_inner_transfers(more)
 
     def edited(actions: list[Action]) -> list[Action]:
-        num_samples = samples_per_microbatch(actions, sharding, job)
+        num_samples = samples_per_microbatch(actions, view.plan, job)
         return [
             add_transfers(action, num_samples)
             if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W")
@@ -230,16 +231,16 @@ def add_attention_comm(
             for action in actions
         ]
 
-    return add_glue_gathers(program.edit(edited), sharding, job, CP_AXIS)
+    return add_glue_gathers(program.edit(edited), view, job, CP_AXIS)
 
 
-def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int]:
-    """Returns the numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
+def local_heads(view: RankView, attend: AttentionSpec) -> tuple[int, int]:
+    """Returns the numbers of query heads and key/value heads of one attention call on the rank of `view`.
 
     Key/value heads that several ranks share count on each; if the model repeats them for attention, one per
     query head.
     """
-    for _, side in _head_sides(sharding, attend.block_call, "colwise", attend):
+    for _, side in _head_sides(view, attend.block_call, "colwise", attend):
         (first, end), units = side.dim_split.units_of(side.index, side.num_ranks), side.dim_split.num_units
         if side.num_ranks <= units or not side.dim_split.num_heads:
             return (end - first) * attend.num_heads // units, (end - first) * attend.num_kv_heads // units
@@ -305,10 +306,8 @@ def _token_mixing_calls(model_spec: ModelSpec) -> Mapping[str, list[str]]:
     return found
 
 
-def _attention_positions(
-    sharding: ShardingPlan, block_call: str
-) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
-    tokens = sharding.global_plan.model_spec.sequence_info
+def _attention_positions(view: RankView, block_call: str) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
+    tokens = view.plan.model_spec.sequence_info
     mine = (
         [
             attention_call
@@ -326,7 +325,7 @@ def _attention_positions(
     calls = (
         [
             (at, call.name)
-            for at, call in enumerate(sharding.model_spec.layer_calls)
+            for at, call in enumerate(view.model_spec.layer_calls)
             if call.block_call == block_call
         ]
         if others
@@ -338,23 +337,23 @@ def _attention_positions(
             last = max([last, *(at + 0.5 for at, name in calls if name in each.prior_layers)])
             yield last, each
         if number < len(mine):
-            ends = [at for at, _ in _head_sides(sharding, block_call, "rowwise", mine[number])]
+            ends = [at for at, _ in _head_sides(view, block_call, "rowwise", mine[number])]
             last = ends[number] - 0.5 if number < len(ends) else last
             yield last, mine[number]
 
 
 def _head_sides(
-    sharding: ShardingPlan, block_call: str, role: str, attention_call: AttentionSpec
+    view: RankView, block_call: str, role: str, attention_call: AttentionSpec
 ) -> Iterator[tuple[int, DimShard]]:
     held = {
         layer: param_sharding
-        for param_sharding in sharding.param_shardings
+        for param_sharding in view.param_shardings
         for layer in param_sharding.param.layers
         if _has_heads(param_sharding.param, attention_call)
     }
-    for at, call in enumerate(sharding.model_spec.layer_calls):
+    for at, call in enumerate(view.model_spec.layer_calls):
         if call.block_call == block_call and call.role == role and call.name in held:
-            for side in sharding.dim_shards(held[call.name], dict(sharding.coordinate)):
+            for side in view.dim_shards(held[call.name]):
                 if _is_head_dim(call, held[call.name].param, side.dim_split.dim):
                     yield at, side
 

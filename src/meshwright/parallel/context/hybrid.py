@@ -67,6 +67,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import divisors
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program, Transfer
@@ -123,33 +124,33 @@ class HybridContextParallel(ContextParallel):
             self.ulysses_degree if self.ulysses_degree > 0 and num_ranks % self.ulysses_degree == 0 else 1,
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        sequence_sharding = self.sequence_sharding(view.plan.mesh.size(self.axis))
 
         def forward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
+                view, job, self.axis, sequence_sharding, attention_call, num_samples
             )
-            return taken + self._ring_transfers(sharding, job, attention_call, num_samples)[0] + given
+            return taken + self._ring_transfers(view, job, attention_call, num_samples)[0] + given
 
         def backward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
+                view, job, self.axis, sequence_sharding, attention_call, num_samples
             )
-            return of_given + self._ring_transfers(sharding, job, attention_call, num_samples)[1] + of_taken
+            return of_given + self._ring_transfers(view, job, attention_call, num_samples)[1] + of_taken
 
         program = reduce_totals_along(
-            add_attention_comm(program, sharding, job, forward_transfers, backward_transfers), self.axis
+            add_attention_comm(program, view, job, forward_transfers, backward_transfers), self.axis
         )
         of = partial(
             exchange_memory if sequence_sharding.num_inner_ranks > 1 else ring_memory,
-            sharding,
+            view,
             job,
             sequence_sharding,
         )  # groups of one exchange nothing
         return add_attention_memory(
             program,
-            sharding,
+            view,
             job,
             partial(in_flight_nbytes, sequence_sharding.num_ranks // sequence_sharding.num_inner_ranks),
             of,
@@ -193,10 +194,10 @@ class HybridContextParallel(ContextParallel):
         return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _ring_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
+        self, view: RankView, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
-        heads, groups = local_heads(sharding, attention_call)
+        sequence_sharding = self.sequence_sharding(view.plan.mesh.size(self.axis))
+        heads, groups = local_heads(view, attention_call)
         needs, counts = (
             KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks),
             sequence_sharding.num_tokens_by_rank(attention_call.key_len),

@@ -16,8 +16,8 @@ from meshwright.parallel.context.ulysses_all_to_all import KVHeadAssignment
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import ActivationMemory, activation_memory
 from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
 from meshwright.plan.step.program import Action, Program, with_extra_memory
@@ -33,7 +33,7 @@ class AttentionMemory:
 
 
 def ring_memory(
-    sharding: ShardingPlan,
+    view: RankView,
     job: Job,
     sequence_sharding: SequenceSharding,
     attend: AttentionSpec,
@@ -42,7 +42,7 @@ def ring_memory(
     """Returns the memory that a ring adds to one attention call: a copy of its output for the next product,
     which may overwrite it.
     """
-    heads, _ = local_heads(sharding, attend)
+    heads, _ = local_heads(view, attend)
     return AttentionMemory(
         num_samples
         * max(sequence_sharding.num_tokens_by_rank(attend.query_len))
@@ -53,7 +53,7 @@ def ring_memory(
 
 
 def exchange_memory(
-    sharding: ShardingPlan,
+    view: RankView,
     job: Job,
     sequence_sharding: SequenceSharding,
     attend: AttentionSpec,
@@ -62,7 +62,7 @@ def exchange_memory(
     """Returns the memory that the exchange of tokens and heads adds to one attention call."""
     if sequence_sharding.num_inner_ranks == 1:
         return AttentionMemory()
-    heads, groups = local_heads(sharding, attend)
+    heads, groups = local_heads(view, attend)
     needs, keys = (
         KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks),
         num_samples
@@ -72,13 +72,13 @@ def exchange_memory(
     sent = heads if needs.used_heads else sequence_sharding.num_inner_ranks * needs.num_sent
     more = keys * (sent - groups) * (attend.head_dim + attend.value_head_dim)
     return AttentionMemory(
-        more + ring_memory(sharding, job, sequence_sharding, attend, num_samples).saved_nbytes, more
+        more + ring_memory(view, job, sequence_sharding, attend, num_samples).saved_nbytes, more
     )
 
 
 def add_attention_memory(
     program: Program,
-    sharding: ShardingPlan,
+    view: RankView,
     job: Job,
     in_flight_nbytes: Callable[[Action], int] = lambda action: 0,
     memory_of: Callable[[AttentionSpec, int], AttentionMemory] = lambda attention_call, num_samples: (
@@ -88,11 +88,11 @@ def add_attention_memory(
     """Returns `program` with the memory of attention: `memory_of` a call on a number of samples, and
     `in_flight_nbytes` of a backward.
     """
-    tokens = sharding.global_plan.model_spec.sequence_info
+    tokens = view.plan.model_spec.sequence_info
 
     def add_memory(actions: list[Action]) -> list[Action]:
-        num_samples = samples_per_microbatch(actions, sharding, job)
-        known, memory_by_call = activation_memory(sharding, job, num_samples), dict[str, AttentionMemory]()
+        num_samples = samples_per_microbatch(actions, view.plan, job)
+        known, memory_by_call = activation_memory(view, job, num_samples), dict[str, AttentionMemory]()
         for attention_call in tokens.attention_calls if tokens is not None else ():
             before, own = (
                 memory_by_call.get(attention_call.block_call, AttentionMemory()),

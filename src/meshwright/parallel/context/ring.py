@@ -64,6 +64,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
@@ -99,18 +100,18 @@ class RingAttention(ContextParallel):
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         return ring_sharding(self.load_balance, num_ranks)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         forth, back = (
-            partial(moves, sharding, job) for moves in (self._forward_transfers, self._backward_transfers)
+            partial(moves, view, job) for moves in (self._forward_transfers, self._backward_transfers)
         )
-        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
-        ranks = sharding.mesh.size(self.axis)
+        program = reduce_totals_along(add_attention_comm(program, view, job, forth, back), self.axis)
+        ranks = view.plan.mesh.size(self.axis)
         return add_attention_memory(
             program,
-            sharding,
+            view,
             job,
             partial(in_flight_nbytes, ranks),
-            partial(ring_memory, sharding, job, self.sequence_sharding(ranks)),
+            partial(ring_memory, view, job, self.sequence_sharding(ranks)),
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -119,21 +120,21 @@ class RingAttention(ContextParallel):
         return {}
 
     def _forward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
+        self, view: RankView, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, num_samples)[0]
+        return self._ring_transfers(view, job, attention_call, num_samples)[0]
 
     def _backward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
+        self, view: RankView, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, num_samples)[1]
+        return self._ring_transfers(view, job, attention_call, num_samples)[1]
 
     def _ring_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
+        self, view: RankView, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> tuple[list[Transfer], list[Transfer]]:
-        ranks = sharding.mesh.size(self.axis)
+        ranks = view.plan.mesh.size(self.axis)
         most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attention_call.key_len))
-        _, groups = local_heads(sharding, attention_call)
+        _, groups = local_heads(view, attention_call)
         return ring_transfers(
             num_samples * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
@@ -143,13 +144,13 @@ class RingAttention(ContextParallel):
         )
 
     def _attention(self, runtime: Runtime, recent: MaskCache, call: ShardedAttentionCall) -> torch.Tensor:
-        given, sharding = attention_inputs(call, self.name), runtime.plan.sharding
-        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+        given, view = attention_inputs(call, self.name), runtime.plan.view
+        sequence_sharding = self.sequence_sharding(view.plan.mesh.size(self.axis))
         kwargs = {"scale": call.scale, "causal": call.is_causal, "dropout_p": given.dropout_p}
         ring = recent.ring(
             (call.query_shard.length, call.key_shard.length, *kwargs.values()),
             lambda: AttentionRing(
-                index=dict(sharding.coordinate)[self.axis],
+                index=view.coordinate[self.axis],
                 query_spans=call.query_shard.spans,
                 key_spans=tuple(
                     sequence_sharding.token_ranges(call.key_shard.length, index)
@@ -176,7 +177,7 @@ def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) ->
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
     """Returns the relative error that `comm_dtype` may cause (see the module)."""
-    tokens = sharding.global_plan.model_spec.sequence_info
+    tokens = sharding.model_spec.sequence_info
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
 

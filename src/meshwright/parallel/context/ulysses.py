@@ -56,6 +56,7 @@ from meshwright.parallel.context.ulysses_all_to_all import HeadExchange, check_h
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program, Transfer
@@ -79,26 +80,26 @@ class Ulysses(ContextParallel):
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         return SequenceSharding(num_ranks, num_inner_ranks=num_ranks, zigzag=False)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        sequence_sharding = self.sequence_sharding(view.plan.mesh.size(self.axis))
 
         def forward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
+                view, job, self.axis, sequence_sharding, attention_call, num_samples
             )
             return taken + given
 
         def backward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
+                view, job, self.axis, sequence_sharding, attention_call, num_samples
             )
             return of_given + of_taken
 
         program = reduce_totals_along(
-            add_attention_comm(program, sharding, job, forward_transfers, backward_transfers), self.axis
+            add_attention_comm(program, view, job, forward_transfers, backward_transfers), self.axis
         )
         return add_attention_memory(
-            program, sharding, job, memory_of=partial(exchange_memory, sharding, job, sequence_sharding)
+            program, view, job, memory_of=partial(exchange_memory, view, job, sequence_sharding)
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

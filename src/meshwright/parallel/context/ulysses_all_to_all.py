@@ -20,6 +20,7 @@ all_gather.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -31,6 +32,8 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Placement, R, S
@@ -118,8 +121,8 @@ class HeadExchange:
                 else tensor
             )
 
-        sharding = runtime.plan.sharding
-        return cls(sequence_sharding, dict(sharding.coordinate)[axis], move, has_masks_by_query(sharding))
+        view = runtime.plan.view
+        return cls(sequence_sharding, view.coordinate[axis], move, has_masks_by_query(view.plan))
 
     def gather_inputs(
         self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
@@ -238,13 +241,13 @@ class HeadExchange:
 
 def has_masks_by_query(sharding: ShardingPlan) -> bool:
     """Returns whether any exchanged mask has a row per query: then all are exchanged as if they had."""
-    tokens = sharding.global_plan.model_spec.sequence_info
+    tokens = sharding.model_spec.sequence_info
     masks = [each.mask for each in (tokens.attention_calls if tokens else ()) if each.mask is not None]
     return any(mask.per_query and not mask.is_replicated for mask in masks)
 
 
 def exchange_transfers(
-    sharding: ShardingPlan,
+    view: RankView,
     job: Job,
     axis: str,
     sequence_sharding: SequenceSharding,
@@ -256,7 +259,7 @@ def exchange_transfers(
     """
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []
-    heads, groups = local_heads(sharding, attend)
+    heads, groups = local_heads(view, attend)
     dtype, near = (
         job.precision.compute,
         sequence_sharding.num_inner_ranks
@@ -288,7 +291,7 @@ def exchange_transfers(
     ]
     given, mask = [swap(queries * heads * attend.value_head_dim)], attend.mask
     back = [each for each, learns in zip(taken, attend.qkv_need_grad, strict=True) if learns][::-1]
-    if mask is not None and not mask.is_replicated and has_masks_by_query(sharding):
+    if mask is not None and not mask.is_replicated and has_masks_by_query(view.plan):
         numel = (
             queries
             // (1 if mask.per_sample else num_samples)
@@ -313,16 +316,18 @@ def check_heads(
 
     `where` is the key of that number of ranks; `sizes` are its other possible values.
     """
-    tokens, found = sharding.global_plan.model_spec.sequence_info, dict[int, dict[str, None]]()
-    ends = {
-        (("tp_depth", depth), ("tp", place))
-        for depth in _end_ranks(sharding, "tp_depth")
-        for place in _end_ranks(sharding, "tp")
-    }
+    tokens, found = sharding.model_spec.sequence_info, dict[int, dict[str, None]]()
+    axes = axes_with("features")
+    views = [
+        RankView(sharding, {"pp": stage, **dict(zip(axes, indices, strict=True))})
+        for stage in range(len(sharding.block_calls_by_pp_rank) or 1)
+        for indices in product(*(sorted({0, sharding.mesh.size(axis) - 1}) for axis in axes))
+    ]
     for attention_call in tokens.attention_calls if tokens else ():
-        for coordinate in sorted(ends):
-            heads, _ = local_heads(replace(sharding, coordinate=coordinate), attention_call)
-            found.setdefault(heads, {})[attention_call.block_call] = None
+        for view in views:
+            if attention_call.block_call in view.model_spec.block_calls:
+                heads, _ = local_heads(view, attention_call)
+                found.setdefault(heads, {})[attention_call.block_call] = None
     good = [size for size in sizes if all(heads % size == 0 for heads in found)]
     fix = "use ring, which does not shard heads" + (
         f"; or set {where} to {' or '.join(map(str, good))}" if good else ""
@@ -335,10 +340,6 @@ def check_heads(
                 fix,
                 f"strategies.{name}",
             )
-
-
-def _end_ranks(sharding: ShardingPlan, axis: str) -> set[int]:
-    return {0, sharding.mesh.size(axis) - 1}
 
 
 def _mask_in_dtype(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

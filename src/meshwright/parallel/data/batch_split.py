@@ -33,14 +33,16 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device_program import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
-DATA_AXES = ("dp_replicate", "dp_shard")
-GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
+DATA_AXES = axes_with("samples")
+GRAD_SUM_AXES = (*DATA_AXES, *axes_with("tokens"))
 GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(DATA_AXES)}")
 
 
@@ -64,20 +66,20 @@ class BatchSplit(Strategy):
         split = sharding.with_batch_placement(self.axis, S(0))
         return split.map_param_shardings(lambda param_sharding: param_sharding.with_partial_grad(self.axis))
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         met = program.edit(
             lambda actions: [
-                self._gather_along_axis(action) for action in self._insert_gathers(actions, sharding, job)
+                self._gather_along_axis(action) for action in self._insert_gathers(actions, view, job)
             ]
         )
         return reduce_totals_along(met, self.axis)
 
-    def _insert_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
-        model_spec, at = sharding.model_spec, index_of_last(actions, "LOSS")
+    def _insert_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        model_spec, at = view.model_spec, index_of_last(actions, "LOSS")
         has_gathers = any(action.kind == "GATHER" for action in actions)
         if not model_spec.needs_global_batch or has_gathers or at is None:  # another stage computes the loss
             return actions
-        num_samples = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
+        num_samples = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
         used = [column for column in model_spec.outputs if column.used_by_loss]
         sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
         for column in (*model_spec.targets, *used):

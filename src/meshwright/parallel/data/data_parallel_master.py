@@ -41,6 +41,7 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, BatchTensor
 from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I
 from meshwright.plan.step.grad_dependencies import last_backward
@@ -95,18 +96,18 @@ class DataParallelMaster(Strategy):
             )
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        num_samples = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
-        return program.edit(lambda actions: self._insert_exchanges(actions, sharding, job, num_samples))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        num_samples = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
+        return program.edit(lambda actions: self._insert_exchanges(actions, view, job, num_samples))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.state.start_collective}
 
     def _insert_exchanges(
-        self, actions: list[Action], sharding: ShardingPlan, job: Job, num_samples: int
+        self, actions: list[Action], view: RankView, job: Job, num_samples: int
     ) -> list[Action]:
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
-        used = [column for column in sharding.model_spec.outputs if column.used_by_loss]
+        used = [column for column in view.model_spec.outputs if column.used_by_loss]
         first, at = (
             next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS),
             index_of_last(actions, "LOSS") or 0,
@@ -120,7 +121,7 @@ class DataParallelMaster(Strategy):
 
         scatters = [
             Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=batch_transfer("scatter", c))
-            for c in sharding.model_spec.inputs
+            for c in view.model_spec.inputs
         ]
         gathers = [
             Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=batch_transfer("gather", c))
@@ -144,15 +145,15 @@ class DataParallelMaster(Strategy):
             *grad_scatters,
             *actions[at + 1 :],
         ]
-        return self._insert_weight_comm(exchanged, sharding, job)
+        return self._insert_weight_comm(exchanged, view, job)
 
-    def _insert_weight_comm(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _insert_weight_comm(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
         broadcasts = [Action("BROADCAST", GRAD_NORM, stream="comm", waits=("CLIP()",), transfer=norm)]
-        for weight in sharding.model_spec.trainable:
+        for weight in view.model_spec.trainable:
             names = (weight.name,)
             sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
             reduces.append(

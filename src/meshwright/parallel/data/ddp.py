@@ -33,6 +33,7 @@ from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, R
 from meshwright.plan.step.grad_dependencies import BackwardIndex, first_grad_reader, with_grad_waits
@@ -67,27 +68,25 @@ class DDP(Strategy):
             )
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        buckets = coalesce(
-            sharding.param_groups(), self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce]
-        )
-        return program.edit(lambda actions: self._insert_buckets(actions, buckets, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        buckets = coalesce(view.param_groups, self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce])
+        return program.edit(lambda actions: self._insert_buckets(actions, buckets, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.state.start_collective}
 
     def _insert_buckets(
-        self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], sharding: ShardingPlan, job: Job
+        self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], view: RankView, job: Job
     ) -> list[Action]:
         alone, behind = (
             stepped_microbatches(actions),
             dict[int, list[Action]](),
         )  # what stands behind which action
-        found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), sharding.with_token_axes(self.axis)
+        found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), view.plan.with_token_axes(self.axis)
         for number, bucket in enumerate(buckets):
             for microbatch in alone or (None,):
                 places = [
-                    found.completing(param_group, sharding.model_spec.block_calls, microbatch)
+                    found.completing(param_group, view.model_spec.block_calls, microbatch)
                     for param_group in bucket
                 ]
                 ends.append(

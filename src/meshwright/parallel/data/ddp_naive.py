@@ -24,6 +24,7 @@ from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I
 from meshwright.plan.step.grad_dependencies import first_grad_reader, last_backward, with_grad_waits
@@ -61,34 +62,32 @@ class NaiveDDP(Strategy):
             )
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: self._insert_reduces(actions, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._insert_reduces(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.state.start_collective}
 
-    def _insert_reduces(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _insert_reduces(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         for microbatch in stepped_microbatches(actions) or (
             None,
         ):  # each that is stepped with alone, or all of them
-            actions = self._reduce_each(actions, sharding, job, microbatch)
+            actions = self._reduce_each(actions, view, job, microbatch)
         return actions
 
     def _reduce_each(
-        self, actions: list[Action], sharding: ShardingPlan, job: Job, microbatch: int | None
+        self, actions: list[Action], view: RankView, job: Job, microbatch: int | None
     ) -> list[Action]:
         end = first_grad_reader(actions, microbatch)
         reduces = []
         rule = SizeRule.parse(self.algorithm)
         for weight in (
-            param_sharding.param
-            for param_sharding in sharding.param_shardings
-            if param_sharding.param.trainable
+            param_sharding.param for param_sharding in view.param_shardings if param_sharding.param.trainable
         ):
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
                 "all_reduce",
-                sharding.with_token_axes(self.axis),
+                view.plan.with_token_axes(self.axis),
                 nbytes,
                 rule.algorithm_for(nbytes),
                 job.precision.parameters,

@@ -47,6 +47,7 @@ from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, block_of
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, runs_input_backward
@@ -63,36 +64,36 @@ class SyncBatchNorm(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return replace(sharding, syncs_batch_norm=True)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        if sharding.mesh.group_size(sharding.data_axes) == 1:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if view.plan.mesh.group_size(view.plan.data_axes) == 1:
             return program
-        return program.edit(lambda actions: [_with_transfers(action, sharding, job) for action in actions])
+        return program.edit(lambda actions: [_with_transfers(action, view, job) for action in actions])
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding = runtime.plan.sharding
-        if sharding.mesh.group_size(sharding.data_axes) > 1:
-            for block in {block_of(call.block_call) for call in sharding.model_spec.batch_norm_calls}:
+        view = runtime.plan.view
+        if view.plan.mesh.group_size(view.plan.data_axes) > 1:
+            for block in {block_of(call.block_call) for call in view.model_spec.batch_norm_calls}:
                 runtime.patches.wrap_forward(block, partial(_run_block, runtime))
         return {}
 
 
-def _with_transfers(action: Action, sharding: ShardingPlan, job: Job) -> Action:
-    calls = [call for call in sharding.model_spec.batch_norm_calls if call.block_call == action.subject]
+def _with_transfers(action: Action, view: RankView, job: Job) -> Action:
+    calls = [call for call in view.model_spec.batch_norm_calls if call.block_call == action.subject]
     if not calls:
         return action
     if action.kind in FORWARD_KINDS:
         return action.with_inner_transfers(
             [
-                _transfer("all_gather", 2 * call.num_channels + 1, at, sharding, job)
+                _transfer("all_gather", 2 * call.num_channels + 1, at, view.plan, job)
                 for at, call in enumerate(calls)
             ]
         )
-    if not runs_input_backward(action, sharding):
+    if not runs_input_backward(action, view.plan):
         return action
     backward = [(at, call) for at, call in enumerate(calls) if call.input_needs_grad]
     return action.with_inner_transfers(
         [
-            _transfer("all_reduce", 2 * call.num_channels, -at, sharding, job)
+            _transfer("all_reduce", 2 * call.num_channels, -at, view.plan, job)
             for at, call in reversed(backward)
         ]
     )
@@ -165,7 +166,7 @@ class _BatchNormMode(TorchFunctionMode):
             )
         state = self._runtime.state
         group = state.world.group(self._runtime.plan.sharding.data_axes)
-        is_empty = bool(state.microbatches) and state.num_samples == 0  # it runs on a stand-in
+        is_empty = bool(state.step.microbatches) and state.step.num_samples == 0  # it runs on a stand-in
         output, mean, variance = _SyncBatchNorm.apply(
             input, weight, bias, eps, group, lambda: state.current_action, is_empty
         )

@@ -48,6 +48,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES, ROOT
 from meshwright.plan.sharding.flat_param import FlatParamSpec
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, I, S
 from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
@@ -171,24 +172,25 @@ class ZeRO(Strategy):
 
         return sharding.map_param_shardings(shard).map_param_shardings(stored, frozen=True)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         sums = GradReduceScatter(
-            sharding,
+            view,
             job,
-            sharding.with_token_axes(self.axis),
+            view.plan.with_token_axes(self.axis),
             self.replicate_axis,
             every_microbatch=self.stage > 1,
         )
         program = program.edit(sums.add_to)
         return program.edit(
             lambda actions: (self._insert_unshard_windows if self.stage == 3 else self._insert_step_gathers)(
-                actions, sharding, job
+                actions, view, job
             )
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        words = {"UNSHARD": runtime.params.unshard, "RESHARD": _no_op, "WAIT": _no_op}
-        return {**words, "REDUCE": runtime.params.reduce, "ACCUMULATE": runtime.params.accumulate}
+        start = runtime.state.start_collective
+        kinds = {"UNSHARD": start, "REDUCE": start, "ACCUMULATE": runtime.params.accumulate}
+        return {**kinds, "RESHARD": _no_op, "WAIT": _no_op}
 
     @staticmethod
     def _unshard_action(
@@ -206,12 +208,10 @@ class ZeRO(Strategy):
             transfer=transfer,
         )
 
-    def _insert_step_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _insert_step_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         param_groups, flat_param_specs = (
-            sorted(
-                sharding.param_groups(), key=lambda param_group: min(_call_indices(param_group, sharding))
-            ),
-            sharding.flat_param_specs(),
+            sorted(view.param_groups, key=lambda param_group: min(_call_indices(param_group, view))),
+            view.flat_param_specs,
         )
         gathers = {
             param_group.name: self._unshard_action(
@@ -246,12 +246,10 @@ class ZeRO(Strategy):
             ],
         )
 
-    def _insert_unshard_windows(
-        self, actions: list[Action], sharding: ShardingPlan, job: Job
-    ) -> list[Action]:
+    def _insert_unshard_windows(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         param_groups, flat_param_specs = (
-            {param_group.name: param_group for param_group in sharding.all_param_groups()},
-            sharding.flat_param_specs(),
+            {param_group.name: param_group for param_group in view.all_param_groups},
+            view.flat_param_specs,
         )
         widths = {
             name: param_group.params[0].itemsize(job.precision.parameters)
@@ -327,8 +325,8 @@ def _needed_groups(action: Action, param_groups: Sequence[ParamGroup]) -> tuple[
     )
 
 
-def _call_indices(param_group: ParamGroup, sharding: ShardingPlan) -> list[int]:
-    order = sharding.model_spec.block_calls
+def _call_indices(param_group: ParamGroup, view: RankView) -> list[int]:
+    order = view.model_spec.block_calls
     return [-1 if block_call == ROOT else order.index(block_call) for block_call in param_group.block_calls]
 
 

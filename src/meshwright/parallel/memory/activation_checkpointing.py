@@ -46,7 +46,7 @@ from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
-from meshwright.plan.sharding.rank_work_share import block_shares
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
 from meshwright.plan.step.memory.memory_names import output_name, saved_activations_name
@@ -86,11 +86,11 @@ class ActivationCheckpointing(Strategy):
             )
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: self._checkpoint(actions, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._checkpoint(actions, view, job))
 
-    def _checkpoint(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
-        chosen = self._choose_block_calls(actions, sharding, job)
+    def _checkpoint(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        chosen = self._choose_block_calls(actions, view, job)
         edited, forwards = [], {}
         for action in actions:
             action = replace(
@@ -136,15 +136,15 @@ class ActivationCheckpointing(Strategy):
                 edited.append(recompute)
                 action = with_waits(action, (recompute.name,))
             edited.append(action)
-        return _with_kept_inputs(edited, sharding, job) if chosen else edited
+        return _with_kept_inputs(edited, view, job) if chosen else edited
 
     def _choose_block_calls(
-        self, actions: Sequence[Action], sharding: ShardingPlan, job: Job
+        self, actions: Sequence[Action], view: RankView, job: Job
     ) -> dict[str, dict[int | None, Action]]:
-        model_spec, largest = sharding.model_spec, _largest_rank_view(sharding)
+        model_spec, largest = view.model_spec, _largest_rank_view(view)
         sizes, held = (
-            block_shares(largest),
-            activation_memory(largest, job, samples_per_microbatch(actions, sharding, job)),
+            largest.work_share.block_shares,
+            activation_memory(largest, job, samples_per_microbatch(actions, view.plan, job)),
         )
         forwards = {
             action.subject: action
@@ -182,11 +182,11 @@ def _matches(block_call: str, pattern: str) -> bool:
     return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
 
 
-def _with_kept_inputs(actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
-    weighed, first = sharding.model_spec.memory, sharding.model_spec.block_calls[0]
+def _with_kept_inputs(actions: list[Action], view: RankView, job: Job) -> list[Action]:
+    weighed, first = view.model_spec.memory, view.model_spec.block_calls[0]
     if weighed is None:
         return actions
-    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, sharding, job))
+    more = (weighed.glue_outputs - weighed.glue).total(samples_per_microbatch(actions, view.plan, job))
 
     def holding(action: Action) -> Action:
         if action.kind not in FORWARD_KINDS or action.subject != first:
@@ -204,16 +204,16 @@ def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
     )
 
 
-def _largest_rank_view(sharding: ShardingPlan) -> ShardingPlan:
+def _largest_rank_view(view: RankView) -> RankView:
     location = {
-        **dict(sharding.coordinate),
-        **dict.fromkeys(sharding.param_slice_axes, 0),
+        **view.coordinate,
+        **dict.fromkeys(view.plan.param_slice_axes, 0),
     }  # units are dealt out larger first
-    if sharding.sequence_sharding is not None and sharding.model_spec.sequence_info is not None:
-        counts = sharding.sequence_sharding.num_tokens_by_rank(sharding.model_spec.sequence_info.length)
-        peers = sharding.mesh.peers(sharding.mesh.rank(location), sharding.token_axes)
-        location = sharding.mesh.coordinate(peers[counts.index(max(counts))])
-    return sharding.at_coordinate(location)
+    if view.plan.sequence_sharding is not None and view.model_spec.sequence_info is not None:
+        counts = view.plan.sequence_sharding.num_tokens_by_rank(view.model_spec.sequence_info.length)
+        peers = view.plan.mesh.peers(view.plan.mesh.rank(location), view.plan.token_axes)
+        location = view.plan.mesh.coordinate(peers[counts.index(max(counts))])
+    return RankView(view.plan, location)
 
 
 def _max_in_flight(actions: Sequence[Action], block_call: str) -> int:

@@ -32,7 +32,7 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.rank_work_share import chunked_head_call
+from meshwright.plan.sharding.rank_work_share import lm_head_call
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
@@ -58,7 +58,7 @@ class ChunkedLoss(Strategy):
         yield from _check_head(sharding)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        call = chunked_head_call(sharding)
+        call = lm_head_call(sharding.model_spec) if sharding.num_loss_chunks > 1 else None
         sliced = {
             name: each for each in sharding.param_shardings if each.sliced_dims for name in each.param.names
         }
@@ -96,7 +96,7 @@ def _check_head(sharding: ShardingPlan) -> Iterator[Diagnostic]:
         text = f"{model_spec.name} has no LM head whose logits go to the loss unchanged{reason}"
         yield Diagnostic(text, UNCHUNKED_FIX, LOCATION)
         return
-    call = chunked_head_call(replace(sharding, num_loss_chunks=2))
+    call = lm_head_call(model_spec)
     vocab_shape = (logits.num_tokens, logits.vocab_size)
     if call is None or call.block_call != model_spec.block_calls[-1]:
         text = f"the LM head {logits.layer} is not in the last block that runs, {model_spec.block_calls[-1]}"

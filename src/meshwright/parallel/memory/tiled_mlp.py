@@ -36,7 +36,7 @@ from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, block_of
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
-from meshwright.plan.sharding.rank_work_share import local_fraction, local_token_fraction
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
 from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
@@ -71,30 +71,30 @@ class TiledMLP(Strategy):
             fix = f"{UNTILED_FIX}, or do not shard MLPs: activation_checkpointing saves as much memory"
             yield Diagnostic(text, fix, LOCATION)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: self._tile_memory(actions, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._tile_memory(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        for name in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.sharding.model_spec)):
+        for name in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.view.model_spec)):
             runtime.patches.wrap_forward(name, partial(run_tiled, name, self.num_tiles))
         return {}
 
-    def _tile_memory(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _tile_memory(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         num_samples, width = (
-            samples_per_microbatch(actions, sharding, job),
+            samples_per_microbatch(actions, view.plan, job),
             FLOAT_NBYTES[job.precision.compute],
         )
         mlps: dict[str, list[_MLPCall]] = {}
-        for mlp in _find_mlps(sharding.model_spec):
+        for mlp in _find_mlps(view.model_spec):
             mlps.setdefault(mlp.block_call, []).append(mlp)
-        num_tokens = _local_tokens(sharding)
+        num_tokens = _local_tokens(view)
         tile_fraction = Fraction(-(-num_tokens // self.num_tiles), num_tokens)
-        memory = activation_memory(sharding, job, num_samples)
+        memory = activation_memory(view, job, num_samples)
 
         def tiled(action: Action) -> Action:
             calls = mlps.get(action.subject, [])
             name = saved_activations_name(action.subject, action.microbatch)
-            fractions = [local_fraction(sharding, call.block_call) for call in calls]
+            fractions = [view.work_share.token_fraction(call.block_call) for call in calls]
             inside = [
                 int(call.inner_numel * fraction) * num_samples * width
                 for call, fraction in zip(calls, fractions, strict=True)
@@ -177,9 +177,9 @@ def _common_module(names: list[str]) -> str:
     )
 
 
-def _local_tokens(sharding: ShardingPlan) -> int:
-    known = (sharding.all_ranks or sharding).model_spec.sequence_info
-    return 1 if known is None else int(known.length * local_token_fraction(sharding))
+def _local_tokens(view: RankView) -> int:
+    known = view.plan.model_spec.sequence_info
+    return 1 if known is None else int(known.length * view.work_share.sample_fraction)
 
 
 def _check_mlps(model_spec: ModelSpec) -> Iterator[Diagnostic]:

@@ -52,6 +52,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Allocation, Program, with_waits
 from meshwright.plan.step.single_device_program import StageCalls, stepped_microbatches
@@ -138,23 +139,20 @@ class PipeDream(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)
 
-    def order_stage_calls(
-        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
-    ) -> Sequence[StageCalls]:
+    def order_stage_calls(self, stage_calls: Sequence[StageCalls], view: RankView) -> Sequence[StageCalls]:
         found: list[StageCalls] = []
-        for stage_call in self._pipeline.order_stage_calls(stage_calls, sharding):
+        for stage_call in self._pipeline.order_stage_calls(stage_calls, view):
             found += (
                 [stage_call] if stage_call.kind == "F" else [stage_call, stage_call._replace(kind="STEP")]
             )
         return found
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         held = sum(
-            weight.numel * weight.itemsize(job.precision.parameters)
-            for weight in sharding.model_spec.trainable
+            weight.numel * weight.itemsize(job.precision.parameters) for weight in view.model_spec.trainable
         )
-        has_replicas = sharding.mesh.group_size(sharding.data_axes) > 1
-        crossed = self._pipeline.rewrite(program, sharding, job)
+        has_replicas = view.plan.mesh.group_size(view.plan.data_axes) > 1
+        crossed = self._pipeline.rewrite(program, view, job)
         crossed = (
             crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
             if has_replicas

@@ -69,6 +69,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageSpec
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.rank_work_share import weight_grad_flops
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards, stage_value_diagnostics
@@ -231,7 +232,8 @@ class Pipeline(Strategy):
     def _check_boundary_values(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         values = [value for stage in self._find_stages(sharding) or () for value in stage.outputs]
         yield from stage_value_diagnostics(sharding, values)
-        if self.scatter and not any(map(StageValueShards(sharding, values).replicated_axes, values)):
+        first_rank = RankView(sharding, sharding.mesh.coordinate(0))
+        if self.scatter and not any(map(StageValueShards(first_rank, values).replicated_axes, values)):
             text = (
                 "scatter = true, and no two ranks of a stage hold the same value: values are "
                 "sharded already, or no weight is"
@@ -252,19 +254,17 @@ class Pipeline(Strategy):
         )
         return sharding.with_pipeline(block_calls, tuple(stage.block_calls[0] for stage in stages[1:]))
 
-    def order_stage_calls(
-        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
-    ) -> Sequence[StageCalls]:
-        stages, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
-        schedule = self.build_schedule(sharding, len({stage_call.microbatch for stage_call in stage_calls}))
+    def order_stage_calls(self, stage_calls: Sequence[StageCalls], view: RankView) -> Sequence[StageCalls]:
+        stages, mine = self._stages(view.plan), view.coordinate[self.axis]
+        schedule = self.build_schedule(view.plan, len({stage_call.microbatch for stage_call in stage_calls}))
         actions = (
             (action, stages[schedule.virtual_stages[action.virtual_stage].stage])
             for action in schedule.actions[mine]
         )
         return [StageCalls(action.kind, stage.block_calls, action.microbatch) for action, stage in actions]
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: self._insert_send_recv(actions, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._insert_send_recv(actions, view, job))
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
         return (("file", self._file_digest),) if self._file_digest else ()
@@ -294,7 +294,7 @@ class Pipeline(Strategy):
         return schedule
 
     def _request(self, sharding: ShardingPlan, num_microbatches: int) -> "_ScheduleRequest":
-        model_spec, known = sharding.global_plan.model_spec, self._stages(sharding)
+        model_spec, known = sharding.model_spec, self._stages(sharding)
         forward, weights = (
             _sum_per_stage(model_spec.block_calls, flops, known)
             for flops in (model_spec.flops, weight_grad_flops(model_spec))
@@ -326,17 +326,17 @@ class Pipeline(Strategy):
     def _num_stages(self, sharding: ShardingPlan) -> int:
         return len({stage.stage for stage in self._placement(sharding)})
 
-    def _insert_send_recv(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _insert_send_recv(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         call, stages = (
-            self._request(sharding, len({action.microbatch for action in actions if action.kind == "F"})),
-            self._stages(sharding),
+            self._request(view.plan, len({action.microbatch for action in actions if action.kind == "F"})),
+            self._stages(view.plan),
         )
         return SendRecvInsertion(
-            stages, _cached_routes(stages, call), sharding, job, self.axis, scatter=self.scatter
+            stages, _cached_routes(stages, call), view, job, self.axis, scatter=self.scatter
         ).insert(actions)
 
     def _find_stages(self, sharding: ShardingPlan) -> tuple[StageSpec, ...] | None:
-        model_spec = sharding.global_plan.model_spec
+        model_spec = sharding.model_spec
         boundaries, count = model_spec.stage_boundaries, self._num_stages(sharding)
         if boundaries is None or count < 2 or count > len(boundaries.open_boundaries()) + 1:
             return None
@@ -381,9 +381,7 @@ class _ScheduleRequest(NamedTuple):
 
 
 def _declare_blocks_fix(sharding: ShardingPlan) -> str:
-    holders = list(
-        dict.fromkeys(weight.name.rpartition(".")[0] for weight in sharding.global_plan.model_spec.params)
-    )
+    holders = list(dict.fromkeys(weight.name.rpartition(".")[0] for weight in sharding.model_spec.params))
     return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
 
 

@@ -54,15 +54,15 @@ from math import prod
 from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
 from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
 from meshwright.plan.step.single_device_program import (
     COUNT_NBYTES,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,
-    role_of,
     samples_per_microbatch,
+    stage_role_name,
 )
 
 
@@ -163,27 +163,27 @@ SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float6
 
 
 class SendRecvInsertion:
-    """Inserts the sends and receives of the rank of `sharding` into its actions."""
+    """Inserts the sends and receives of the rank of `view` into its actions."""
 
     def __init__(
         self,
         stages: Sequence[StageSpec],
         routes: TransferRoutes,
-        sharding: ShardingPlan,
+        view: RankView,
         job: Job,
         axis: str,
         *,
         scatter: bool = False,
     ) -> None:
-        self._sharding, self._job, self._axis, self._stages = sharding, job, axis, stages
-        self._crossed = StageValueShards(sharding, (value for stage in stages for value in stage.outputs))
+        self._view, self._job, self._axis, self._stages = view, job, axis, stages
+        self._crossed = StageValueShards(view, (value for stage in stages for value in stage.outputs))
         self._scatter, self._transfers = scatter, dict[tuple[str, str, int], Transfer]()
-        self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
+        self._routes, self._mine = routes, view.coordinate[axis]
 
     def insert(self, actions: list[Action]) -> list[Action]:
         """Returns `actions` with receives before each run of a stage, and sends behind it."""
         num_samples, done, taken = (
-            samples_per_microbatch(actions, self._sharding, self._job),
+            samples_per_microbatch(actions, self._view.plan, self._job),
             list[Action](),
             dict[tuple[int, int | None], list[str]](),
         )
@@ -253,7 +253,7 @@ class SendRecvInsertion:
                 transfer.subject(backward=back),
                 self._transfer("recv", transfer, peer, num_samples),
             )
-            waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
+            waits = (f"{stage_role_name(peer)}/{sent}({name}, {action.microbatch})",)
             received = Action(kind, name, action.microbatch, "recv", waits, (transfer.value.name,), message)
             yield replace(received, allocations=(Allocation(received.name, message.nbytes),))
             if message.replica_axes:
@@ -262,7 +262,7 @@ class SendRecvInsertion:
                     join, name, action.microbatch, "comm", (received.name,), (transfer.value.name,), together
                 )
                 whole = Allocation(
-                    joined.name, message.nbytes * self._sharding.mesh.group_size(message.replica_axes)
+                    joined.name, message.nbytes * self._view.plan.mesh.group_size(message.replica_axes)
                 )
                 yield replace(joined, allocations=(whole,), frees=(received.name,))
 
@@ -314,7 +314,7 @@ class SendRecvInsertion:
             nbytes = (
                 -(
                     -prod(self._crossed.local_shape(value, num_samples))
-                    // self._sharding.mesh.group_size(over)
+                    // self._view.plan.mesh.group_size(over)
                 )
                 * value.itemsize
             )

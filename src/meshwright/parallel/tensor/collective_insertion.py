@@ -29,7 +29,7 @@ from meshwright.parallel.tensor.sharded_layer import (
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
-from meshwright.plan.sharding.rank_work_share import local_fraction
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R
 from meshwright.plan.step.memory.memory_names import saved_activations_name
@@ -70,16 +70,14 @@ class _BlockCallComm:
         return replace(with_extra_memory(action, name, self.extra_nbytes), inner_transfers=inner)
 
 
-def add_planned_comm(
-    program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
-) -> Program:
+def add_planned_comm(program: Program, layer_shardings: LayerShardings, view: RankView, job: Job) -> Program:
     """Returns `program` with the collectives of all sharded layers in the forwards and backwards that run
     them.
     """
 
     def add_comm(actions: list[Action]) -> list[Action]:
         block_calls = _block_call_comm(
-            layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job)
+            layer_shardings, view, job, samples_per_microbatch(actions, view.plan, job)
         )
         return [
             block_calls[action.subject].insert(action) if action.subject in block_calls else action
@@ -97,11 +95,11 @@ def reduce_token_count_along(program: Program, axis: str) -> Program:
 
 
 def _block_call_comm(
-    layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job, num_samples: int
+    layer_shardings: LayerShardings, view: RankView, job: Job, num_samples: int
 ) -> dict[str, _BlockCallComm]:
     calls: dict[str, list[ShardedCall]] = {}
-    sums = joint_sums(sharding.model_spec.layer_calls, layer_shardings)
-    for at, call in enumerate(_local_calls(sharding)):
+    sums = joint_sums(view.model_spec.layer_calls, layer_shardings)
+    for at, call in enumerate(_local_calls(view)):
         layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
         if layer_sharding is not None:
             last = sums.get(call.name, (call.name,))[-1]  # it moves the sum of all
@@ -115,13 +113,13 @@ def _block_call_comm(
                 )
             )
     leaves, learning, boundaries = (
-        params_by_layer(sharding.param_shardings),
-        _trainable_layers(sharding),
-        sharding.global_plan.model_spec.stage_boundaries,
+        params_by_layer(view.param_shardings),
+        _trainable_layers(view),
+        view.plan.model_spec.stage_boundaries,
     )
 
     def transfers_of(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
-        return tuple(each for move, numel, at in taken for each in move.transfers(numel, sharding, job, at))
+        return tuple(each for move, numel, at in taken for each in move.transfers(numel, view.plan, job, at))
 
     def plan_block_call(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
         back = list(_backward_moves(mine, num_samples, leaves, learning))
@@ -131,15 +129,15 @@ def _block_call_comm(
             transfers_of(taken for taken, each in back if each in halves)
             for halves in ((True, False), (False,), (True,))
         )
-        more = _gathered_numel(mine, num_samples, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
+        more = _gathered_numel(mine, num_samples, view.plan, learning) * FLOAT_NBYTES[job.precision.compute]
         return _BlockCallComm(transfers_of(_forward_moves(mine, num_samples)), whole, first, late, more)
 
     return {block_call: plan_block_call(block_call, mine) for block_call, mine in calls.items()}
 
 
-def _local_calls(sharding: ShardingPlan) -> Iterator[LayerCall]:
-    for call in sharding.model_spec.layer_calls:
-        share = local_fraction(sharding, call.block_call, call.name)
+def _local_calls(view: RankView) -> Iterator[LayerCall]:
+    for call in view.model_spec.layer_calls:
+        share = view.work_share.token_fraction(call.block_call, call.name)
         yield (
             call
             if share == 1
@@ -235,10 +233,10 @@ def _backward_moves(
             yield (into.adjoint, call.in_numel * num_samples, -at), False
 
 
-def _trainable_layers(sharding: ShardingPlan) -> frozenset[str]:
+def _trainable_layers(view: RankView) -> frozenset[str]:
     matrices = [
         param_sharding.param
-        for param_sharding in sharding.param_shardings
+        for param_sharding in view.param_shardings
         if param_sharding.param.trainable and len(param_sharding.param.shape) > 1
     ]
     return frozenset(layer for weight in matrices for layer in weight.layers)

@@ -71,6 +71,7 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R
 from meshwright.plan.step.program import Program
@@ -143,7 +144,7 @@ class TensorParallel3D(Strategy):
             ),
             **norm_shardings(sharding, (c, b)),
         }
-        for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
+        for weight, table, head, divisible in tied_embeddings(sharding.model_spec):
             summed = LayerSharding(
                 {c: "in", b: "in"},
                 **with_redistributions((), linear, (Redistribution(b, P, I), Redistribution(c, P, I))),
@@ -185,10 +186,10 @@ class TensorParallel3D(Strategy):
             self.axis, WIDTH_SHARD
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return reduce_token_count_along(
             reduce_token_count_along(
-                add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+                add_planned_comm(program, self.layer_shardings(view.plan), view, job), self.axis
             ),
             DEPTH_AXIS,
         )

@@ -46,6 +46,7 @@ from meshwright.parallel.tensor.sharded_layer import (
 )
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, SizeAttribute
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Runtime
 
@@ -73,14 +74,12 @@ def shared_kv_shardings(
     }
 
 
-def with_kv_row_selection(
-    sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
-) -> LayerShardings:
+def with_kv_row_selection(view: RankView, axis: str, layer_shardings: LayerShardings) -> LayerShardings:
     """Returns `layer_shardings`, with replicated layers computing only the rows that this rank needs."""
-    index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
+    index, ranks = view.coordinate[axis], view.plan.mesh.size(axis)
     named = {
         name: param_sharding.param
-        for param_sharding in sharding.param_shardings
+        for param_sharding in view.param_shardings
         for name in param_sharding.param.names
     }
     spans: dict[str, dict[str, DimRanges]] = {}
@@ -109,14 +108,14 @@ def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Patches modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
     sharded along `axes`.
     """
-    sharding = runtime.plan.sharding
-    index, ranks = sharding.mesh.index(dict(sharding.coordinate), axes), sharding.mesh.group_size(axes)
+    view = runtime.plan.view
+    index, ranks = view.plan.mesh.index(view.coordinate, axes), view.plan.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
-    for number in sharding.model_spec.size_attributes:
+    for number in view.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
         runtime.patches.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
-    for portion in sharding.model_spec.per_head_inputs:
+    for portion in view.model_spec.per_head_inputs:
         runtime.patches.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 

@@ -64,6 +64,7 @@ from meshwright.parallel.tensor.sharded_layer import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R
 from meshwright.plan.step.program import Program
@@ -131,13 +132,13 @@ class TensorParallel(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return shard_params(sharding, self.layer_shardings(sharding))
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return reduce_token_count_along(
-            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+            add_planned_comm(program, self.layer_shardings(view.plan), view, job), self.axis
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding = runtime.plan.sharding
-        bind_layers(runtime, with_kv_row_selection(sharding, self.axis, self.layer_shardings(sharding)))
+        view = runtime.plan.view
+        bind_layers(runtime, with_kv_row_selection(view, self.axis, self.layer_shardings(view.plan)))
         bind_local_heads(runtime, self.axis)
         return {}

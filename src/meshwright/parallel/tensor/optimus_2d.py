@@ -64,6 +64,7 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, NormFormula
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, I, P, R, S
 from meshwright.plan.step.program import Program
@@ -123,7 +124,7 @@ class TensorParallel2D(Strategy):
             ),
             **norm_shardings(sharding, (self.axis,)),
         }
-        for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
+        for weight, table, head, divisible in tied_embeddings(sharding.model_spec):
             layer_shardings[layer_key(head)] = (
                 LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
                 if divisible
@@ -151,9 +152,9 @@ class TensorParallel2D(Strategy):
         sharded = shard_params(sharding, self.layer_shardings(sharding))
         return sharded.with_residual_placement(self.axis, WIDTH_SHARD)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return reduce_token_count_along(
-            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+            add_planned_comm(program, self.layer_shardings(view.plan), view, job), self.axis
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

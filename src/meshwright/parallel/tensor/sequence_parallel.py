@@ -47,7 +47,7 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import ResidualFlow
-from meshwright.plan.sharding.rank_work_share import local_fraction
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, S
 from meshwright.plan.step.program import Action, Program, Transfer
@@ -152,14 +152,14 @@ class SequenceParallel(Strategy):
             self.axis, TOKEN_SHARD, _sequence_parallel_calls(sharding.model_spec), regather=self.regather
         )
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        program = add_planned_comm(program, self.layer_shardings(sharding), sharding, job)
-        return program.edit(lambda actions: self._insert_stream_comm(actions, sharding, job))
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        program = add_planned_comm(program, self.layer_shardings(view.plan), view, job)
+        return program.edit(lambda actions: self._insert_stream_comm(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding = runtime.plan.sharding
-        bind_layers(runtime, self.layer_shardings(sharding))
-        for residual_flow, first, last in self._stream_borders(sharding):
+        view = runtime.plan.view
+        bind_layers(runtime, self.layer_shardings(view.plan))
+        for residual_flow, first, last in self._stream_borders(view):
             runtime.patches.wrap_forward(
                 residual_flow.block_call,
                 partial(_block_with_stream_comm, runtime, residual_flow, first, last),
@@ -167,34 +167,34 @@ class SequenceParallel(Strategy):
         return {}
 
     def _stream_borders(
-        self, sharding: ShardingPlan
+        self, view: RankView
     ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
         cut, joined = (
             Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True),
             Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True),
         )
-        boundaries = sharding.sequence_slice_ends()
-        for residual_flow in sharding.model_spec.residual_flows:
+        boundaries = view.plan.sequence_slice_ends()
+        for residual_flow in view.model_spec.residual_flows:
             first, last = boundaries.get(residual_flow.block_call, (False, False))
             if first or last:
                 yield residual_flow, cut if first else None, joined if last else None
 
-    def _insert_stream_comm(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
+    def _insert_stream_comm(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         num_samples, met = (
-            samples_per_microbatch(actions, sharding, job),
+            samples_per_microbatch(actions, view.plan, job),
             dict[tuple[str, bool], list[Transfer]](),
         )
-        for residual_flow, first, last in self._stream_borders(sharding):
+        for residual_flow, first, last in self._stream_borders(view):
             numel = (
                 num_samples
-                * int(residual_flow.num_tokens * local_fraction(sharding, residual_flow.block_call))
+                * int(residual_flow.num_tokens * view.work_share.token_fraction(residual_flow.block_call))
                 * residual_flow.hidden_size
             )
             if first is not None and residual_flow.input_needs_grad:
-                met[residual_flow.block_call, True] = [*first.adjoint.transfers(numel, sharding, job, at=1)]
+                met[residual_flow.block_call, True] = [*first.adjoint.transfers(numel, view.plan, job, at=1)]
             if last is not None:
                 met[residual_flow.block_call, False] = [
-                    *last.transfers(numel, sharding, job, at=len(sharding.model_spec.layer_calls))
+                    *last.transfers(numel, view.plan, job, at=len(view.model_spec.layer_calls))
                 ]
 
         def add_transfers(action: Action) -> Action:

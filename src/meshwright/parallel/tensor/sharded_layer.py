@@ -202,14 +202,14 @@ def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding)
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Patches every layer to compute as its sharding says."""
-    sharding = runtime.plan.sharding
+    view = runtime.plan.view
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
-        params_by_layer(sharding.param_shardings),
+        params_by_layer(view.param_shardings),
         dict[str, dict[int | str, Redistribution]](),
     )
-    sum_members = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
-    for call in {(call.name, call.role): call for call in sharding.model_spec.layer_calls}.values():
+    sum_members = joint_sum_members(joint_sums(view.model_spec.layer_calls, layer_shardings))
+    for call in {(call.name, call.role): call for call in view.model_spec.layer_calls}.values():
         layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
         if layer_sharding is not None:
             leaves = tuple(
@@ -223,7 +223,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
             )
             if (
                 layer_sharding.input_redistribution is not None
-                and call.block_call in sharding.sequence_sliced_calls
+                and call.block_call in view.plan.sequence_sliced_calls
                 and call.outer_module
             ):
                 gates.setdefault(call.outer_module, {}).update(

@@ -35,6 +35,7 @@ from meshwright.parallel.tensor.optimus_2d import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -78,8 +79,8 @@ class TensorParallel25D(Strategy):
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._square_2d.place(sharding)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return self._square_2d.rewrite(program, sharding, job)
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return self._square_2d.rewrite(program, view, job)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return self._square_2d.bind(runtime)

@@ -50,6 +50,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import P, R
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes, num_local_logit_tokens
@@ -86,7 +87,7 @@ class VocabParallel(Strategy):
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """Returns the layer shardings by role; the residual stream has the placement of `sharding`."""
         calls, compute = (
-            sharding.global_plan.model_spec.layer_calls,
+            sharding.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
         )
         stream = {
@@ -111,23 +112,23 @@ class VocabParallel(Strategy):
             sharding = sharding.with_logits_placement(self.axis, WIDTH_SHARD)
         return shard_params(sharding, layer_shardings)
 
-    def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        program = add_planned_comm(program, self.layer_shardings(sharding), sharding, job)
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        program = add_planned_comm(program, self.layer_shardings(view.plan), view, job)
         return reduce_token_count_along(
-            program.edit(lambda actions: self._insert_loss_gathers(actions, sharding, job)), self.axis
+            program.edit(lambda actions: self._insert_loss_gathers(actions, view, job)), self.axis
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding = runtime.plan.sharding
-        layer_shardings = dict(self.layer_shardings(sharding))
-        whole = [param_sharding.param for param_sharding in sharding.global_plan.param_shardings]
+        view = runtime.plan.view
+        layer_shardings = dict(self.layer_shardings(view.plan))
+        whole = [param_sharding.param for param_sharding in view.plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
         for layer in dict.fromkeys(
-            call.name for call in sharding.model_spec.layer_calls if call.role == "embedding"
+            call.name for call in view.model_spec.layer_calls if call.role == "embedding"
         ):
             weight = named[f"{layer}.weight"]
             words = (
-                range(*sharding.slice_range(weight.name, self.axis)),
+                range(*view.slice_range(weight.name, self.axis)),
                 weight.dim_split(0).num_units,
             )  # rows, whatever the LM head calls them
             layer_shardings[layer_key(layer)] = replace(
@@ -136,17 +137,17 @@ class VocabParallel(Strategy):
         bind_layers(runtime, layer_shardings)
         return {}
 
-    def _insert_loss_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
-        logits = sharding.model_spec.logits
+    def _insert_loss_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        logits = view.model_spec.logits
         if logits is None:
             return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
         each = (
-            samples_per_microbatch(actions, sharding, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
+            samples_per_microbatch(actions, view.plan, job) * logits.num_reduced_values * FLOAT_NBYTES[dtype]
         )
         gathered = (
             Transfer("all_gather", (self.axis,), each * size, dtype=dtype)
-            for size in chunk_sizes(num_local_logit_tokens(sharding), sharding.num_loss_chunks)
+            for size in chunk_sizes(num_local_logit_tokens(view), view.plan.num_loss_chunks)
         )
         inner = tuple(gathered)
         return [

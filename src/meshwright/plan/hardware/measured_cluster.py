@@ -12,8 +12,6 @@ from math import inf
 from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import Diagnostic
 
-VERSION = 1
-
 
 @dataclass(frozen=True)
 class AllReduceTiming:
@@ -57,7 +55,6 @@ class FitError:
 class Cluster:
     """A measured cluster: ranks per host (0: all on one), the measurements, and the model of its network."""
 
-    version: int
     date: str
     machine: str
     torch: str
@@ -102,12 +99,6 @@ class Cluster:
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in its numbers."""
-        if self.version != VERSION:
-            yield Diagnostic(
-                f"version {self.version}; this meshwright reads {VERSION}",
-                "measure again: meshwright bench network",
-                "version",
-            )
         if self.ranks_per_host < 0:
             yield Diagnostic(
                 f"{self.ranks_per_host} ranks per host",

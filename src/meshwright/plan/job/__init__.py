@@ -5,6 +5,7 @@ Modules:
     data_config                DataConfig and MixturePart: where the data come from
     errors                     Diagnostic, PlanError, CollectiveError, and texts for repairs
     field_constraints          allowed values beside the fields of configs
+    file_format                format and version of the files of runs, and their refusal
     job                        Job and its tables: optimizer, lr_schedule, training, evaluation, loss guard
     model_config               ModelConfig: where the model and its initial weights come from
     precision                  a dtype per role

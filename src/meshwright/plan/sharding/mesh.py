@@ -3,24 +3,84 @@
 Axes in order, outermost first, so that neighbours along the last axis are neighbours in rank (and share a
 host):
 
-    pp            layers         pipeline stages
-    dp_replicate  samples        full copies of the parameters
-    dp_shard      samples        copies that share the storage of the parameters
-    cp            tokens         sequence shards
-    tp_depth      features       slices of a matrix along its other side
-    tp            features       slices of one matrix
+    axis          batch      parameters
+    outer         samples    copies, which differ between rounds
+    pp                       layers: pipeline stages
+    dp_replicate  samples    copies
+    dp_shard      samples    copies that share their storage
+    ep            samples    copies; of the experts each rank has others
+    cp            tokens     copies
+    tp_depth                 features: slices of a matrix along its other side
+    tp                       features: slices of one matrix
 
-    Mesh.of(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
+    Mesh(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
+
+`MESH_AXES` says the same as data: code that means a property of an axis asks it. No strategy uses `outer` and
+`ep` yet, so a plan has them with size 1.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
 from meshwright.plan.job.field_constraints import at_least, field_diagnostics
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
+BatchPart = Literal["samples", "tokens"]
+ParamPart = Literal["layers", "features", "experts"]
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh: of what each of its ranks may have another part.
+
+    `batch_part`: other samples, or other tokens of the same samples; None: all have the same. `param_part`:
+    other layers, features or experts; None: all have copies. `rank_names` are the words for one rank and for
+    several. `awaits` is the technique that will use the axis, if no strategy does yet. Plans and manifests
+    state the size of an axis that is not `in_every_plan` only if it is above 1.
+    """
+
+    name: str
+    batch_part: BatchPart | None
+    param_part: ParamPart | None
+    rank_names: tuple[str, str]
+    awaits: str = ""
+    in_every_plan: bool = True
+
+
+MESH_AXES = (
+    MeshAxis(
+        "outer",
+        "samples",
+        None,
+        ("replica between rounds", "replicas between rounds"),
+        awaits="local SGD, in which nothing crosses it between two rounds,",
+        in_every_plan=False,
+    ),
+    MeshAxis("pp", None, "layers", ("pipeline stage", "pipeline stages")),
+    MeshAxis("dp_replicate", "samples", None, ("data-parallel replica", "data-parallel replicas")),
+    MeshAxis("dp_shard", "samples", None, ("data-parallel shard", "data-parallel shards")),
+    MeshAxis(
+        "ep",
+        "samples",
+        "experts",
+        ("expert-parallel rank", "expert-parallel ranks"),
+        awaits="expert parallelism",
+        in_every_plan=False,
+    ),
+    MeshAxis("cp", "tokens", None, ("context-parallel rank", "context-parallel ranks")),
+    MeshAxis(
+        "tp_depth",
+        None,
+        "features",
+        ("tensor-parallel slice", "tensor-parallel slices"),
+        in_every_plan=False,
+    ),
+    MeshAxis("tp", None, "features", ("tensor-parallel rank", "tensor-parallel ranks")),
+)
+AXES = tuple(axis.name for axis in MESH_AXES)
+STRATEGY_AXES = tuple(axis.name for axis in MESH_AXES if not axis.awaits)  # those that strategies use
 DATA_PARALLEL_NAMES = ("dp", "ddp", "fsdp", "hsdp", "data")  # words for an axis that users bring along
 SIZE = at_least(
     1, "write a positive number; Mesh.infer resolves -1 (infer one axis), given the number of ranks"
@@ -34,12 +94,15 @@ class Mesh:
 
     `pp` counts pipeline ranks. `dp_replicate` counts full copies of the parameters. `dp_shard` counts ranks
     that have other samples and share one copy. `cp` counts the ranks that share the tokens of a sample. `tp`
-    counts the ranks that share each matrix. `tp_depth` is the third axis of 3-D tensor parallelism.
+    counts the ranks that share each matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer`
+    and `ep` are 1: no strategy uses them yet.
     """
 
+    outer: int = field(default=1, metadata=SIZE)
     pp: int = field(default=1, metadata=SIZE)
     dp_replicate: int = field(default=1, metadata=SIZE)
     dp_shard: int = field(default=1, metadata=SIZE)
+    ep: int = field(default=1, metadata=SIZE)
     cp: int = field(default=1, metadata=SIZE)
     tp_depth: int = field(default=1, metadata=SIZE)
     tp: int = field(default=1, metadata=SIZE)
@@ -112,18 +175,12 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Returns the number of ranks along `axis`."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp_depth": self.tp_depth,
-            "tp": self.tp,
-        }[axis]
+        return getattr(self, axis)
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the sizes by axis, as plans store them; tp_depth only if it is used."""
-        return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
+        """Returns the sizes by axis, as plans store them; some axes only if they are used."""
+        sizes = {axis: self.size(axis.name) for axis in MESH_AXES}
+        return {axis.name: size for axis, size in sizes.items() if axis.in_every_plan or size > 1}
 
     @property
     def world_size(self) -> int:
@@ -185,10 +242,24 @@ class Mesh:
         return " x ".join(used) if used else "one device"
 
 
+def axes_with(part: BatchPart | ParamPart) -> tuple[str, ...]:
+    """Returns the axes that strategies use to give each rank another `part`, outermost first."""
+    return tuple(
+        axis.name
+        for axis in MESH_AXES
+        if part in (axis.batch_part, axis.param_part) and axis.name in STRATEGY_AXES
+    )
+
+
+def in_mesh_order(axes: Collection[str]) -> tuple[str, ...]:
+    """Returns `axes`, each once, outermost first."""
+    return tuple(axis for axis in AXES if axis in axes)
+
+
 def unknown_axis_diagnostic(axis: str, location: str) -> Diagnostic:
     """Returns the diagnostic of `axis`, which no mesh has; the repair lists the axes."""
-    known = f"the axes are {', '.join(AXES)}"
-    fix = f"{suggest_name(axis, AXES)} ({known})"
+    known = f"the axes are {', '.join(STRATEGY_AXES)}"
+    fix = f"{suggest_name(axis, STRATEGY_AXES)} ({known})"
     if axis in DATA_PARALLEL_NAMES:
         fix = "data parallelism is dp_replicate (DDP: full copies) or dp_shard (ZeRO, FSDP: shards)"
         fix += f"; {known}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.sharding.flat_param import ShardAlignment
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, Placement, R, redistribution_name
 
 
@@ -62,7 +62,7 @@ class ParamSharding:
             for axis, placement in (*self.grad_layout.placements, *self.storage_layout.placements)
             if placement.dim == FLAT
         }
-        return tuple(axis for axis in AXES if axis in sliced) if sliced else ()
+        return in_mesh_order(sliced)
 
     @property
     def is_stored_sharded(self) -> bool:
@@ -82,7 +82,7 @@ class ParamSharding:
         (`plan/step/matrix_owner_actions.py`); empty if each rank updates its own slice.
         """
         sliced = self.sliced_dims if self.param.trainable and self.shard_alignment != "element" else {}
-        return tuple(axis for axis in AXES if axis in sliced)
+        return in_mesh_order(sliced)
 
 
 @dataclass(frozen=True)

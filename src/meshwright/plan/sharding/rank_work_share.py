@@ -12,75 +12,11 @@ sequence sharding they are multiplied by the rank's fraction of the tokens.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-
-
-def local_token_fraction(sharding: ShardingPlan) -> Fraction:
-    """Returns the fraction of the tokens of a sample that this rank runs."""
-    sequence_info = _sequence_info(sharding)
-    return Fraction(1) if sequence_info is None else _fraction(sharding, sequence_info.length)
-
-
-def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Returns, per token count in a sample, the fraction that this rank runs, with and without padding
-    tokens.
-    """
-    sequence_info = _sequence_info(sharding)
-    return (
-        ()
-        if sequence_info is None
-        else tuple(
-            (_fraction(sharding, length), _unpadded_fraction(sharding, length))
-            for length in sequence_info.lengths
-        )
-    )
-
-
-def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") -> Fraction:
-    """Returns the fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
-    sequence_info = _sequence_info(sharding)
-    return (
-        Fraction(1)
-        if sequence_info is None
-        else _fraction(sharding, sequence_info.num_sharded_tokens(block_call, module))
-    )
-
-
-def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
-    """Returns the fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
-    sequence_info = _sequence_info(sharding)
-    return (
-        Fraction(1)
-        if sequence_info is None
-        else _unpadded_fraction(sharding, sequence_info.num_sharded_tokens(block_call))
-    )
-
-
-def _sequence_info(sharding: ShardingPlan) -> SequenceInfo | None:
-    return sharding.global_plan.model_spec.sequence_info
-
-
-def _fraction(sharding: ShardingPlan, num_tokens: int) -> Fraction:
-    if sharding.sequence_sharding is None or not num_tokens:
-        return Fraction(1)
-    return Fraction(
-        sharding.sequence_sharding.num_padded_tokens(num_tokens, _shard_index(sharding)), num_tokens
-    )
-
-
-def _unpadded_fraction(sharding: ShardingPlan, num_tokens: int) -> Fraction:
-    if sharding.sequence_sharding is None or not num_tokens:
-        return Fraction(1)
-    return Fraction(sharding.sequence_sharding.num_tokens(num_tokens, _shard_index(sharding)), num_tokens)
-
-
-def _shard_index(sharding: ShardingPlan) -> int:
-    return sharding.mesh.index(dict(sharding.coordinate), sharding.token_axes)
-
 
 FULL = Fraction(1)
 MATMUL_ROLES = ("colwise", "rowwise", "colwise_gather_output")  # roles of layers that multiply with a matrix
@@ -102,94 +38,166 @@ class BlockShare:
 
 
 @dataclass(frozen=True)
-class _LayerFraction:
+class LayerFraction:
     """A rank's fraction of the weight of a layer, and the axes along which the weight is sliced."""
 
     fraction: Fraction
     axes: frozenset[str]
 
 
-FULL_LAYER = _LayerFraction(FULL, frozenset())
+FULL_LAYER = LayerFraction(FULL, frozenset())
 
 
-def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
-    """Returns the share of every block call on this rank."""
-    model_spec, layer_fractions = sharding.model_spec, _layer_fractions(sharding)
-    calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
-    head = (
-        model_spec.logits.layer
-        if model_spec.logits is not None and sharding.logits_layout.axes_with("S")
-        else None
-    )
-    chunked_head = chunked_head_call(sharding)
-    saved = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
-    found = {}
-    for i, block_call in enumerate(model_spec.block_calls):
-        flops, saved_numel, numel = model_spec.flops[i], saved[i], model_spec.output_numel[i]
-        local_calls = [
-            (call, layer_fractions.get(call.name, FULL_LAYER))
-            for call in calls[block_call]
-            if call is not chunked_head
-        ]
-        if chunked_head is not None and chunked_head in calls[block_call]:  # LOSS does it
-            flops, numel = flops - chunked_head.flops, numel - chunked_head.out_numel
-            weight_grads[i] = min(weight_grads[i], flops)
-        local_saved = _local_amount(
-            sharding, block_call, saved_numel, [(param, call.saved_numel) for call, param in local_calls]
+@dataclass(frozen=True)
+class RankWorkShare:
+    """The fraction of the work of `plan` that one rank does.
+
+    `model_spec` is what the rank runs, `layer_fractions` its fractions of the weights of sliced layers, by
+    layer. `token_shard` is its index among the ranks that share the tokens of a sample.
+    """
+
+    plan: ShardingPlan
+    model_spec: ModelSpec
+    layer_fractions: Mapping[str, LayerFraction]
+    token_shard: int
+
+    @property
+    def sample_fraction(self) -> Fraction:
+        """The fraction of the tokens of a sample."""
+        sequence_info = self.plan.model_spec.sequence_info
+        return FULL if sequence_info is None else self._padded_fraction(sequence_info.length)
+
+    @property
+    def fractions_by_length(self) -> tuple[tuple[Fraction, Fraction], ...]:
+        """The fraction with and without padding tokens, per token count in a sample."""
+        sequence_info = self.plan.model_spec.sequence_info
+        lengths = () if sequence_info is None else sequence_info.lengths
+        return tuple((self._padded_fraction(length), self._unpadded_fraction(length)) for length in lengths)
+
+    def token_fraction(self, block_call: str, module: str = "") -> Fraction:
+        """Returns the fraction of the tokens through `block_call`, or its `module`."""
+        sequence_info = self.plan.model_spec.sequence_info
+        return (
+            FULL
+            if sequence_info is None
+            else self._padded_fraction(sequence_info.num_sharded_tokens(block_call, module))
         )
-        local_output = _local_amount(
-            sharding,
-            block_call,
-            numel,
-            [(param, call.out_numel) for call, param in local_calls if call.name == head],
+
+    def unpadded_token_fraction(self, block_call: str) -> Fraction:
+        """Returns the fraction of the tokens that `block_call` returns, without padding tokens."""
+        sequence_info = self.plan.model_spec.sequence_info
+        return (
+            FULL
+            if sequence_info is None
+            else self._unpadded_fraction(sequence_info.num_sharded_tokens(block_call))
         )
-        sharded_outputs = [
-            (param, call.out_numel) for call, param in local_calls if call.role not in ("rowwise", "norm")
-        ]
-        deferred = (
-            _local_amount(
-                sharding, block_call, sum(call.out_numel for call, _ in local_calls), sharded_outputs
+
+    @property
+    def chunked_head_call(self) -> LayerCall | None:
+        """The LM head's call that a chunked LOSS computes instead of its block call; None if the loss is not
+        chunked.
+        """
+        return lm_head_call(self.model_spec) if self.plan.num_loss_chunks > 1 else None
+
+    @cached_property
+    def block_shares(self) -> Mapping[str, BlockShare]:
+        """The share of every block call."""
+        model_spec, plan = self.model_spec, self.plan
+        calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
+        head = (
+            model_spec.logits.layer
+            if model_spec.logits is not None and plan.logits_layout.axes_with("S")
+            else None
+        )
+        chunked_head = self.chunked_head_call
+        saved = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
+        found = {}
+        for i, block_call in enumerate(model_spec.block_calls):
+            flops, numel = model_spec.flops[i], model_spec.output_numel[i]
+            if chunked_head is not None and chunked_head in calls[block_call]:  # LOSS does it
+                flops, numel = flops - chunked_head.flops, numel - chunked_head.out_numel
+                weight_grads[i] = min(weight_grads[i], flops)
+            local_calls = [call for call in calls[block_call] if call is not chunked_head]
+            found[block_call] = self._block_share(
+                block_call, local_calls, head, (flops, saved[i], numel), weight_grads[i]
             )
-            if local_calls
+        return found
+
+    def layer_flops(self, call: LayerCall) -> int:
+        """Returns the forward operations of `call` per sample."""
+        return self._local_amount(call.block_call, call.flops, [(call, call.flops)])
+
+    def _block_share(
+        self,
+        block_call: str,
+        calls: list[LayerCall],
+        head: str | None,
+        totals: tuple[int, int, int],
+        weight_grads: int,
+    ) -> BlockShare:
+        flops, saved_numel, numel = totals
+        local_saved = self._local_amount(
+            block_call, saved_numel, [(call, call.saved_numel) for call in calls]
+        )
+        local_output = self._local_amount(
+            block_call, numel, [(call, call.out_numel) for call in calls if call.name == head]
+        )
+        sharded_outputs = [(call, call.out_numel) for call in calls if call.role not in ("rowwise", "norm")]
+        deferred = (
+            self._local_amount(block_call, sum(call.out_numel for call in calls), sharded_outputs)
+            if calls
             else local_saved
         )
-        local_flops = _local_amount(
-            sharding, block_call, flops, [(param, call.flops) for call, param in local_calls]
-        )
-        found[block_call] = BlockShare(
+        local_flops = self._local_amount(block_call, flops, [(call, call.flops) for call in calls])
+        return BlockShare(
             local_flops,
             local_saved,
             local_output,
             max(local_output, deferred),
-            round(Fraction(weight_grads[i], flops or 1) * local_flops),
+            round(Fraction(weight_grads, flops or 1) * local_flops),
         )
-    return found
+
+    def _local_amount(self, block_call: str, total: int, sharded: list[tuple[LayerCall, int]]) -> int:
+        local = Fraction(0)
+        for call, amount in sharded:
+            layer = self.layer_fractions.get(call.name, FULL_LAYER)
+            local += layer.fraction * self._residual_fraction(block_call, layer.axes) * amount
+        rest = total - sum(amount for _, amount in sharded)
+        return round(local + self._residual_fraction(block_call) * rest)
+
+    def _residual_fraction(self, block_call: str, excluded_axes: frozenset[str] = frozenset()) -> Fraction:
+        plan = self.plan
+        if plan.sequence_sliced_calls and block_call not in plan.sequence_sliced_calls:
+            return self.token_fraction(block_call)
+        return self.token_fraction(block_call) / plan.mesh.group_size(
+            axis for axis in plan.residual_layout.axes_with("S") if axis not in excluded_axes
+        )
+
+    def _padded_fraction(self, num_tokens: int) -> Fraction:
+        sharding = self.plan.sequence_sharding
+        if sharding is None or not num_tokens:
+            return FULL
+        return Fraction(sharding.num_padded_tokens(num_tokens, self.token_shard), num_tokens)
+
+    def _unpadded_fraction(self, num_tokens: int) -> Fraction:
+        sharding = self.plan.sequence_sharding
+        if sharding is None or not num_tokens:
+            return FULL
+        return Fraction(sharding.num_tokens(num_tokens, self.token_shard), num_tokens)
 
 
-def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
-    """Returns the LM head's call that a chunked LOSS computes instead of its block call; None if the loss is
-    not chunked.
+def lm_head_call(model_spec: ModelSpec) -> LayerCall | None:
+    """Returns the LM head's call that computes the logits of the loss; None if another layer does, or a rank
+    with another part of the model.
     """
-    logits = sharding.model_spec.logits
-    if sharding.num_loss_chunks < 2 or logits is None:
-        return None
+    logits = model_spec.logits
     return next(
         (
             call
-            for call in sharding.model_spec.layer_calls
-            if call.name == logits.layer and call.role == "lm_head"
+            for call in model_spec.layer_calls
+            if logits is not None and call.name == logits.layer and call.role == "lm_head"
         ),
         None,
-    )
-
-
-def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
-    """Returns the forward operations of `call` per sample on this rank."""
-    return _local_amount(
-        sharding,
-        call.block_call,
-        call.flops,
-        [(_layer_fractions(sharding).get(call.name, FULL_LAYER), call.flops)],
     )
 
 
@@ -220,41 +228,3 @@ def _layer_calls(model_spec: ModelSpec) -> dict[str, list[LayerCall]]:
     for call in model_spec.layer_calls:
         calls[call.block_call].append(call)
     return calls
-
-
-def _layer_fractions(sharding: ShardingPlan) -> Mapping[str, _LayerFraction]:
-    found = {}
-    for param_sharding, total in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
-        if param_sharding.sliced_dims:
-            layer_fractions = _LayerFraction(
-                Fraction(param_sharding.param.numel, total.param.numel), frozenset(param_sharding.sliced_dims)
-            )
-            names = (name.rpartition(".") for name in param_sharding.param.names)
-            found |= {layer: layer_fractions for layer, _, leaf in names if leaf == "weight"}
-    return found
-
-
-def _local_amount(
-    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerFraction, int]]
-) -> int:
-    local_calls = sum(
-        (
-            param.fraction * _residual_fraction(sharding, block_call, param.axes) * amount
-            for param, amount in sharded
-        ),
-        Fraction(0),
-    )
-    return round(
-        local_calls
-        + _residual_fraction(sharding, block_call) * (total - sum(amount for _, amount in sharded))
-    )
-
-
-def _residual_fraction(
-    sharding: ShardingPlan, block_call: str, excluded_axes: frozenset[str] = frozenset()
-) -> Fraction:
-    if sharding.sequence_sliced_calls and block_call not in sharding.sequence_sliced_calls:
-        return local_fraction(sharding, block_call)
-    return local_fraction(sharding, block_call) / sharding.mesh.group_size(
-        axis for axis in sharding.residual_layout.axes_with("S") if axis not in excluded_axes
-    )

@@ -19,6 +19,7 @@ from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimShard, DimSplit
 from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Placement
 
@@ -29,20 +30,20 @@ DimSizes = tuple[tuple[int, int], ...]
 
 
 class StageValueShards:
-    """The local slices of `values` on the rank of `sharding`."""
+    """The local slices of `values` on the rank of `view`."""
 
-    def __init__(self, sharding: ShardingPlan, values: Iterable[StageValue]) -> None:
-        self._sharding, self._splits, self._axes = sharding, dict(_splits(sharding, values)), _axes(sharding)
+    def __init__(self, view: RankView, values: Iterable[StageValue]) -> None:
+        self._view, self._splits, self._axes = view, dict(_splits(view.plan, values)), _axes(view.plan)
 
     def local_shape(self, value: StageValue, num_samples: int) -> tuple[int, ...]:
         """Returns the local shape of `value` for `num_samples` samples, whose length may differ from the
         plan's.
         """
-        sharding, mesh, shape = self._sharding, self._sharding.mesh, value.shape(num_samples)
-        coordinate = dict(sharding.coordinate)
-        if sharding.sequence_sharding is not None and value.sequence_dim is not None:
-            num_tokens = sharding.sequence_sharding.num_padded_tokens(
-                shape[value.sequence_dim], mesh.index(coordinate, sharding.token_axes)
+        view, mesh, shape = self._view, self._view.plan.mesh, value.shape(num_samples)
+        coordinate = view.coordinate
+        if view.plan.sequence_sharding is not None and value.sequence_dim is not None:
+            num_tokens = view.plan.sequence_sharding.num_padded_tokens(
+                shape[value.sequence_dim], mesh.index(coordinate, view.plan.token_axes)
             )
             shape = (*shape[: value.sequence_dim], num_tokens, *shape[value.sequence_dim + 1 :])
         for axes, split in self._splits.get(value.name, ()):
@@ -55,17 +56,20 @@ class StageValueShards:
 
     def glue_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the local shape, for glue, of a value of `shape`: sliced if the hidden dim is sharded."""
-        placements = _residual_placements(self._sharding)
+        placements = _residual_placements(self._view.plan)
         if (
             not placements
-            or self._sharding.sequence_sliced_calls
-            or (*shape[-1:], 0) not in _widths(self._sharding)
+            or self._view.plan.sequence_sliced_calls
+            or (*shape[-1:], 0) not in _widths(self._view.plan)
         ):
             return shape
-        coordinate = dict(self._sharding.coordinate)
+        coordinate = self._view.coordinate
         for axes, split in _by_dim(placements, tuple((each, 0) for each in shape)):
             shard = DimShard(
-                axes, split, self._sharding.mesh.group_size(axes), self._sharding.mesh.index(coordinate, axes)
+                axes,
+                split,
+                self._view.plan.mesh.group_size(axes),
+                self._view.plan.mesh.index(coordinate, axes),
             )
             shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
         return shape
@@ -150,7 +154,7 @@ def _residual_placements(sharding: ShardingPlan) -> Mapping[str, Placement]:
 
 
 def _sliced_outputs(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
-    ends, model_spec = sharding.sequence_slice_ends(), sharding.global_plan.model_spec
+    ends, model_spec = sharding.sequence_slice_ends(), sharding.model_spec
     flows = [
         each for each in model_spec.residual_flows if each.block_call in ends and not ends[each.block_call][1]
     ]
@@ -162,11 +166,11 @@ def _is_residual(value: StageValue, sliced_outputs: Mapping[str, DimSizes]) -> b
 
 
 def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
-    return frozenset((each.hidden_size, 0) for each in sharding.global_plan.model_spec.residual_flows)
+    return frozenset((each.hidden_size, 0) for each in sharding.model_spec.residual_flows)
 
 
 def _heads(sharding: ShardingPlan) -> Mapping[tuple[str, int], DimSplit]:
-    model_spec, found = sharding.global_plan.model_spec, {}
+    model_spec, found = sharding.model_spec, {}
     for attribute in (
         attribute
         for attribute in model_spec.size_attributes

@@ -2,7 +2,7 @@
 
 Modules:
 
-    program                   Action, Transfer, Program
+    program                   Action, Transfer, Role, Program
     program_json              a program as plain values, and back
     memory                    names of memory, and bytes of activations per block call
     grad_dependencies         which actions complete gradients, and which read them

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.rank_work_share import chunked_head_call, layer_flops, unpadded_fraction
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 
 MAX_CHUNK_NUMEL = 1 << 20  # elements of sharded logits that the loss reads at once, in float32 at least
 
@@ -37,37 +36,35 @@ def chunk_sizes(num_tokens: int, num_chunks: int) -> list[int]:
     return [base + (number < remainder) for number in range(num_chunks)]
 
 
-def num_local_logit_tokens(sharding: ShardingPlan) -> int:
+def num_local_logit_tokens(view: RankView) -> int:
     """Returns the logit rows per sample on this rank."""
-    logits = sharding.model_spec.logits
+    logits = view.model_spec.logits
     return (
         0
         if logits is None
-        else int(logits.num_tokens * unpadded_fraction(sharding, sharding.model_spec.block_calls[-1]))
+        else int(logits.num_tokens * view.work_share.unpadded_token_fraction(view.model_spec.block_calls[-1]))
     )
 
 
-def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> ChunkedLossCost | None:
+def chunked_loss_cost(view: RankView, job: Job, num_samples: int) -> ChunkedLossCost | None:
     """Returns the cost of LOSS on microbatches of `num_samples`; None if it takes all logits at once.
 
     A chunk exists up to three times: what the loss saves, the gradient of that, and the gradient of the
     logits. Of sharded logits two of them have the dtype of the products; while the gradient of the weight is
     accumulated, all have.
     """
-    call, logits = chunked_head_call(sharding), sharding.model_spec.logits
+    call, logits = view.work_share.chunked_head_call, view.model_spec.logits
     if call is None or logits is None:
         return None
     precision, param_itemsize = job.precision, FLOAT_NBYTES[job.precision.parameters]
     itemsize = FLOAT_NBYTES[precision.compute]
     loss_itemsize = max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"])
     by_name = {
-        name: param_sharding
-        for param_sharding in sharding.param_shardings
-        for name in param_sharding.param.names
+        name: param_sharding for param_sharding in view.param_shardings for name in param_sharding.param.names
     }
     head_params = [by_name[name] for name in (f"{call.name}.weight", f"{call.name}.bias") if name in by_name]
-    num_tokens, param = num_local_logit_tokens(sharding), head_params[0].param
-    largest_chunk = chunk_sizes(num_tokens, sharding.num_loss_chunks)[0] * num_samples
+    num_tokens, param = num_local_logit_tokens(view), head_params[0].param
+    largest_chunk = chunk_sizes(num_tokens, view.plan.num_loss_chunks)[0] * num_samples
     chunk_numel = largest_chunk * param.shape[0]
     hidden_nbytes = largest_chunk * (call.in_numel // logits.num_tokens) * itemsize
     grad_nbytes = sum(
@@ -78,7 +75,7 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     cast_nbytes = param.numel * itemsize if precision.compute != precision.parameters else 0
     loss_nbytes = (
         2 * chunk_numel * itemsize + min(chunk_numel, MAX_CHUNK_NUMEL) * loss_itemsize
-        if sharding.logits_layout.axes_with("S")
+        if view.plan.logits_layout.axes_with("S")
         else 3 * chunk_numel * loss_itemsize
     )
     # A product whose dtype differs from the accumulator's.
@@ -86,6 +83,6 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     return ChunkedLossCost(
         output_grad_nbytes=num_tokens * num_samples * (call.in_numel // logits.num_tokens) * itemsize,
         scratch_nbytes=max(loss_nbytes, accumulate_nbytes) + hidden_nbytes + grad_nbytes + cast_nbytes,
-        flops=3 * layer_flops(sharding, call) * num_samples,
+        flops=3 * view.work_share.layer_flops(call) * num_samples,
         param_names=tuple(param_sharding.param.name for param_sharding in head_params),
     )

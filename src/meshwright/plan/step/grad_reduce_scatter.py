@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.grad_dependencies import completing_backwards, contributing_calls
 from meshwright.plan.step.memory.memory_names import SCRATCH, grad_name
 from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_last, with_waits
@@ -48,7 +48,7 @@ class GradReduceScatter:
 
     def __init__(
         self,
-        sharding: ShardingPlan,
+        view: RankView,
         job: Job,
         axes: tuple[str, ...],
         replicate_axis: str,
@@ -56,9 +56,9 @@ class GradReduceScatter:
         every_microbatch: bool,
     ) -> None:
         self.axes, self.replicate_axis, self.every_microbatch = axes, replicate_axis, every_microbatch
-        self.param_groups = sharding.param_groups()
-        self.flat_param_specs = sharding.flat_param_specs()
-        self.block_calls = sharding.model_spec.block_calls
+        self.param_groups = view.param_groups
+        self.flat_param_specs = view.flat_param_specs
+        self.block_calls = view.model_spec.block_calls
         self._groups_of = {
             block_call: [
                 member

@@ -24,6 +24,7 @@ from dataclasses import replace
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ROOT
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
@@ -69,25 +70,23 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
         )
 
 
-def add_noise_scale_actions(program: Program, sharding: ShardingPlan) -> Program:
+def add_noise_scale_actions(program: Program, view: RankView) -> Program:
     """Returns `program` with GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, if `noise_scale_diagnostics` yields
     nothing.
 
     Raises PlanError if some gradient is never that of the first microbatch alone, on a single data rank.
     """
-    axes = (*sharding.data_axes, *sharding.model_parallel_axes)
+    axes = (*view.plan.data_axes, *view.plan.model_parallel_axes)
     total = (
         Transfer("all_reduce", axes, REDUCE_SQNORM_NBYTES, dtype="float64")
-        if sharding.mesh.group_size(axes) > 1
+        if view.plan.mesh.group_size(axes) > 1
         else None
     )
-    if sharding.mesh.group_size(sharding.data_axes) > 1:
+    if view.plan.mesh.group_size(view.plan.data_axes) > 1:
         return program.edit(
-            lambda actions: _with_estimate(_measure_before_reductions(actions, sharding.data_axes), total)
+            lambda actions: _with_estimate(_measure_before_reductions(actions, view.plan.data_axes), total)
         )
-    return program.edit(
-        lambda actions: _with_estimate(_measure_after_first_microbatch(actions, sharding), total)
-    )
+    return program.edit(lambda actions: _with_estimate(_measure_after_first_microbatch(actions, view), total))
 
 
 def _measure_before_reductions(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:
@@ -127,10 +126,10 @@ def _index_of_pack(actions: Sequence[Action], reduce: Action) -> int:
     return len(actions)
 
 
-def _measure_after_first_microbatch(actions: list[Action], sharding: ShardingPlan) -> list[Action]:
+def _measure_after_first_microbatch(actions: list[Action], view: RankView) -> list[Action]:
     backward_indices = [i for i, action in enumerate(actions) if action.kind in WEIGHT_GRAD_KINDS]
     params_after: dict[int, list[str]] = {}
-    for param in sharding.model_spec.trainable:
+    for param in view.model_spec.trainable:
         backwards = [
             i
             for i in backward_indices

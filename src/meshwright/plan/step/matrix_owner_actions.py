@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
-from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.mesh import AXES, in_mesh_order
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, index_of_last, with_waits
 
 
@@ -49,18 +49,20 @@ class MatrixParcel:
     numel: int
 
 
-def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
+def matrix_parcels(view: RankView) -> tuple[MatrixParcel, ...]:
     """Returns the parcels between owners and ranks with slices, group by group; equal on every rank of a
     stage.
     """
-    logical = _unsliced(sharding)
-    flat_params, parcels, loads = logical.flat_param_specs(), [], defaultdict[tuple, int](int)
+    mesh, unsliced = view.plan.mesh, view.unsliced_param_shardings
+    groups = view.plan.group_params(unsliced, view.model_spec)
+    flat_params = view.plan.build_flat_params(groups)
+    parcels, loads = list[MatrixParcel](), defaultdict[tuple, int](int)
     sizes = {
-        axes: list(_sizes(sharding, axes))
-        for axes in dict.fromkeys(param_sharding.owner_axes for param_sharding in logical.param_shardings)
+        axes: list(_sizes(view, axes))
+        for axes in dict.fromkeys(param_sharding.owner_axes for param_sharding in unsliced)
         if axes
     }
-    for group in logical.param_groups():
+    for group in groups:
         owned = [param_sharding for param_sharding in group.param_shardings if param_sharding.owner_axes]
         flat_param = flat_params.get(group.name)
         starts = (
@@ -74,7 +76,7 @@ def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
             axes, name = param_sharding.owner_axes, param_sharding.param.name
             shard_index = starts.get(name, 0)
             owner = min(
-                range(sharding.mesh.group_size(axes)),
+                range(mesh.group_size(axes)),
                 key=lambda index, shard_index=shard_index, axes=axes: loads[shard_index, axes, index],
             )
             loads[shard_index, axes, owner] += param_sharding.param.numel
@@ -90,50 +92,41 @@ def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
     return tuple(parcels)
 
 
-def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) -> dict[str, int]:
-    """Returns the coordinate of rank `index` along `axes`, at this plan's pp rank and at 0 along all other
+def owner_coordinate(view: RankView, axes: tuple[str, ...], index: int) -> dict[str, int]:
+    """Returns the coordinate of rank `index` along `axes`, at the pp rank of `view` and at 0 along all other
     axes.
     """
-    parcels = {**dict.fromkeys(AXES, 0), "pp": dict(sharding.coordinate).get("pp", 0)}
-    for axis in reversed([axis for axis in AXES if axis in axes]):
-        index, parcels[axis] = divmod(index, sharding.mesh.size(axis))
+    parcels = {**dict.fromkeys(AXES, 0), "pp": view.coordinate.get("pp", 0)}
+    for axis in reversed(in_mesh_order(axes)):
+        index, parcels[axis] = divmod(index, view.plan.mesh.size(axis))
     return parcels
 
 
-def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
-    """Yields the full parameters that `rank` owns, each with its group."""
-    params = {
-        param_sharding.param.name: param_sharding.param
-        for param_sharding in sharding.global_plan.param_shardings
-    }
-    sharding = (
-        sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
-        if sharding.block_calls_by_pp_rank
-        else sharding
-    )
-    for parcel in matrix_parcels(sharding):
-        if sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.axes) == parcel.owner:
-            shard_index = sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.shard_axes)
+def owned_params(view: RankView) -> Iterator[tuple[str, ParamSpec]]:
+    """Yields the full parameters that the rank of `view` owns, each with its group."""
+    params, mesh = {each.param.name: each.param for each in view.plan.param_shardings}, view.plan.mesh
+    for parcel in matrix_parcels(view):
+        if mesh.index(view.coordinate, parcel.axes) == parcel.owner:
+            shard_index = mesh.index(view.coordinate, parcel.shard_axes)
             yield from ((parcel.param_group, params[name]) for name in parcel.names_by_shard[shard_index])
 
 
-def add_matrix_owner_actions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
+def add_matrix_owner_actions(program: Program, view: RankView, job: Job) -> Program:
     """Returns `program` with GATHER_GRAD and SCATTER_PARAM for each group with matrix owners."""
-    parcels = matrix_parcels(sharding)
+    parcels = matrix_parcels(view)
     return (
-        program.edit(lambda actions: _insert_owner_actions(actions, parcels, sharding, job))
+        program.edit(lambda actions: _insert_owner_actions(actions, parcels, view, job))
         if parcels
         else program
     )
 
 
 def _insert_owner_actions(
-    actions: list[Action], parcels: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job
+    actions: list[Action], parcels: tuple[MatrixParcel, ...], view: RankView, job: Job
 ) -> list[Action]:
     dtypes = job.precision.effective
     numels = {
-        param_sharding.param.name: param_sharding.param.numel
-        for param_sharding in sharding.global_plan.param_shardings
+        param_sharding.param.name: param_sharding.param.numel for param_sharding in view.plan.param_shardings
     }
     gathers, scatters = list[Action](), list[Action]()
     clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
@@ -185,20 +178,9 @@ def _transfer(collective: str, parcel: MatrixParcel, dtype: str) -> Transfer:
     return Transfer(collective, parcel.axes, parcel.numel * FLOAT_NBYTES[dtype], dtype=dtype)
 
 
-def _unsliced(sharding: ShardingPlan) -> ShardingPlan:
-    pairs = zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True)
-    param_shardings = tuple(
-        replace(logical, param=replace(logical.param, block_calls=param_sharding.param.block_calls))
-        for param_sharding, logical in pairs
-    )
-    return replace(sharding, param_shardings=param_shardings)
-
-
-def _sizes(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    for index in range(sharding.mesh.group_size(axes)):
+def _sizes(view: RankView, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    for index in range(view.plan.mesh.group_size(axes)):
         yield {
             param_sharding.param.name: param_sharding.param.numel
-            for param_sharding in sharding.at_coordinate(
-                owner_coordinate(sharding, axes, index)
-            ).param_shardings
+            for param_sharding in RankView(view.plan, owner_coordinate(view, axes, index)).param_shardings
         }

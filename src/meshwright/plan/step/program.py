@@ -6,9 +6,9 @@ start in order and run beside them, and so do those on `send` and `recv`, which 
 An action states what it waits for, what it communicates, how many operations it costs, and which memory it
 allocates and frees. The same list is estimated, checked, drawn and executed.
 
-Programs are keyed by *role* (a rank along pp), not by rank: ranks with the same role execute the same list,
-so a hundred thousand ranks cost as little as one. In `waits`, `role/name` refers to an action of another
-role.
+A program has a list per *role*, not per rank: ranks with the same role execute the same list, so a hundred
+thousand ranks cost as little as one. The ranks of a pipeline stage are a role (`stage_role`); ranks outside
+of the mesh may be one. In `waits`, `role/name` refers to an action of another role.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -118,28 +118,42 @@ class Action:
 
 
 @dataclass(frozen=True)
+class Role:
+    """The ranks that execute one list of actions. Sizes in `actions` are those of the first of them."""
+
+    name: str
+    ranks: range
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """A list of actions per role; immutable, edited by functions that return a new program."""
 
-    roles: tuple[tuple[str, tuple[Action, ...]], ...]
+    roles: tuple[Role, ...]
 
     @classmethod
-    def from_dict(cls, roles: Mapping[str, Iterable[Action]]) -> "Program":
-        """Returns the program with these lists."""
-        return cls(tuple((role, tuple(actions)) for role, actions in roles.items()))
+    def from_dict(cls, actions_by_role: Mapping[str, Iterable[Action]]) -> "Program":
+        """Returns the program with these lists, each of one rank."""
+        return cls(
+            tuple(
+                Role(name, range(rank, rank + 1), tuple(actions))
+                for rank, (name, actions) in enumerate(actions_by_role.items())
+            )
+        )
 
-    def actions(self, role: str) -> tuple[Action, ...]:
-        """Returns the list that ranks of `role` execute."""
-        return dict(self.roles)[role]
+    def actions(self, name: str) -> tuple[Action, ...]:
+        """Returns the list of the role called `name`."""
+        return {role.name: role.actions for role in self.roles}[name]
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of all its actions."""
-        return frozenset(action.kind for _, actions in self.roles for action in actions)
+        return frozenset(action.kind for role in self.roles for action in role.actions)
 
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """Returns this program with `change` applied to the list of every role."""
-        return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
+        return Program(tuple(replace(role, actions=tuple(change(list(role.actions)))) for role in self.roles))
 
 
 def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:

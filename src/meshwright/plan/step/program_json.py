@@ -1,4 +1,4 @@
-"""The JSON form of a program: the actions of every role as plain values.
+"""The JSON form of a program: the ranks and actions of every role as plain values.
 
 It leaves out the names of the parameters of an action: they are many, and the plan has them.
 """
@@ -6,20 +6,29 @@ It leaves out the names of the parameters of an action: they are many, and the p
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
 
-def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
-    """Returns the actions of every role as plain values (dict, list, str, int), without fields at their
-    defaults.
+def program_to_dict(program: Program) -> dict[str, dict[str, Any]]:
+    """Returns every role by name as plain values (dict, list, str, int): in `ranks` the first one and the one
+    behind the last, in `actions` the fields that are not at their defaults.
     """
-    return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
+    return {
+        role.name: {
+            "ranks": [role.ranks.start, role.ranks.stop],
+            "actions": [_action_to_dict(action) for action in role.actions],
+        }
+        for role in program.roles
+    }
 
 
-def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
+def program_from_dict(roles: Mapping[str, Mapping[str, Any]]) -> Program:
     """Returns the program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
-    return Program.from_dict(
-        {role: [_action_from_dict(fields) for fields in actions] for role, actions in roles.items()}
+    return Program(
+        tuple(
+            Role(name, range(*fields["ranks"]), tuple(map(_action_from_dict, fields["actions"])))
+            for name, fields in roles.items()
+        )
     )
 
 

@@ -46,7 +46,9 @@ def simulate(
     same list, stops every unfinished role.
     """
     loop = EventLoop[str](len(program.roles))
-    roles = [_SimulatedRole(number, *role, loop) for number, role in enumerate(program.roles)]
+    roles = [
+        _SimulatedRole(number, role.name, role.actions, loop) for number, role in enumerate(program.roles)
+    ]
     loop.run(lambda number, _: roles[number].advance(duration, comm_delay))
     if any(sim_role.blocked_at for sim_role in roles):
         lines = (line for sim_role in roles for line in sim_role.lines())

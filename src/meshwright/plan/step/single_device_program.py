@@ -18,14 +18,15 @@ Strategies may add PACK (gradients of a bucket into one contiguous buffer) and U
 the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
+from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.rank_work_share import block_shares
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
 from meshwright.plan.step.memory.block_call_memory import activation_memory, loss_scratch_nbytes
@@ -37,7 +38,7 @@ from meshwright.plan.step.memory.memory_names import (
     output_name,
     saved_activations_name,
 )
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
 FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
@@ -76,30 +77,30 @@ def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) 
 
 
 def single_device_program(
-    sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
+    view: RankView, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
 ) -> Program:
     """Returns the program of a rank that trains alone, on microbatches of `micro_batch` samples, in the order
     of `stage_calls`.
     """
-    builder = _StageCallActions(sharding, job, micro_batch)
+    builder = _StageCallActions(view, job, micro_batch)
     actions = [Action("TOKEN_COUNT"), *(action for calls in stage_calls for action in builder.actions(calls))]
     losses = tuple(action.name for action in actions if action.kind == "LOSS")
     last = actions[-1].name
     actions.append(Action("LOSS_SUM", waits=losses, frees=builder.scratch_in_use))
     if any(calls.kind == "STEP" for calls in stage_calls):
-        return Program.from_dict({role_of(dict(sharding.coordinate)): [*actions, *_norm(sharding, last)]})
-    names = tuple(param.name for param in sharding.model_spec.trainable)
+        return Program((stage_role(view, [*actions, *_norm(view.plan, last)]),))
+    names = tuple(param.name for param in view.model_spec.trainable)
     # Not every stage computes a loss.
-    waits = [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]
-    if sharding.grad_norm_axes:
+    waits = [last, "TOKEN_COUNT()"] if view.plan.block_calls_by_pp_rank else [last]
+    if view.plan.grad_norm_axes:
         square = Action("LOCAL_NORM", GRAD_NORM, waits=(last,))
-        actions += [square, *_norm(sharding, square.name)]
+        actions += [square, *_norm(view.plan, square.name)]
         waits += [action.name for action in actions[-2:]]
     actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
     actions.append(
-        Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, sharding.param_groups())))
+        Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, view.param_groups)))
     )
-    return Program.from_dict({role_of(dict(sharding.coordinate)): actions})
+    return Program((stage_role(view, actions),))
 
 
 def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
@@ -109,16 +110,33 @@ def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
     return [Action("GLOBAL_NORM", GRAD_NORM, stream="comm", waits=(last,), transfer=total)]
 
 
-def role_of(coordinate: Mapping[str, int]) -> str:
-    """Returns the role of the ranks at `coordinate`."""
-    return f"pp{coordinate.get('pp', 0)}"
+def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
+    """Returns the role of the rank of `view`, with `actions`: ranks at one index along pp run the same
+    stages; without a pipeline, all ranks of the mesh have one role.
+    """
+    pp_rank, pp_size = 0, 1
+    if view.plan.block_calls_by_pp_rank:
+        pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
+    num_ranks = view.plan.mesh.world_size // pp_size
+    first = pp_rank * num_ranks  # no plan uses an axis outside pp, so the ranks of a stage follow one another
+    return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
+
+
+def spans_roles(transfer: Transfer) -> bool:
+    """Returns whether the ranks of a group of `transfer` have different roles."""
+    return not set(axes_with("layers")).isdisjoint(transfer.axes)
+
+
+def stage_role_name(pp_rank: int) -> str:
+    """Returns the name of the role of the ranks at index `pp_rank` along pp."""
+    return f"pp{pp_rank}"
 
 
 def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
     """Returns whether `action` computes the gradients of the activations of its block call: B, or of a split
     backward I; W if the input of the call needs no gradient, because W then has everything.
     """
-    boundaries = sharding.global_plan.model_spec.stage_boundaries
+    boundaries = sharding.model_spec.stage_boundaries
     has_all_in_weights = boundaries is not None and not boundaries.input_needs_grad(action.subject)
     return action.kind in ("B", "W" if has_all_in_weights else "I")
 
@@ -164,15 +182,15 @@ class _StageCallActions:
     freed.
     """
 
-    def __init__(self, sharding: ShardingPlan, job: Job, micro_batch: int) -> None:
-        self._sharding, self._job, self._micro_batch = sharding, job, micro_batch
-        self._shares = block_shares(sharding)
-        self._chunked_loss = chunked_loss_cost(sharding, job, micro_batch)
-        self._memory = activation_memory(sharding, job, micro_batch)
+    def __init__(self, view: RankView, job: Job, micro_batch: int) -> None:
+        self._view, self._job, self._micro_batch = view, job, micro_batch
+        self._shares = view.work_share.block_shares
+        self._chunked_loss = chunked_loss_cost(view, job, micro_batch)
+        self._memory = activation_memory(view, job, micro_batch)
         self._groups_of: dict[str, list[ParamGroup]] = {
-            block_call: [] for block_call in (*sharding.model_spec.block_calls, ROOT)
+            block_call: [] for block_call in (*view.model_spec.block_calls, ROOT)
         }
-        for group in sharding.param_groups():
+        for group in view.param_groups:
             for block_call in group.block_calls:
                 self._groups_of[block_call].append(group)
         self._groups_with_grads: set[str] = set()  # names
@@ -184,7 +202,7 @@ class _StageCallActions:
             return [self._forward(block_call, microbatch) for block_call in block_calls]
         if kind == "STEP":
             return self._step(stage_calls)
-        at_end = self._sharding.computes_loss and self._sharding.model_spec.block_calls[-1] in block_calls
+        at_end = self._view.computes_loss and self._view.model_spec.block_calls[-1] in block_calls
         loss = [self._loss(microbatch)] if at_end and kind != "W" else []
         waits = tuple(action.name for action in loss)
         if kind == "I":
@@ -198,11 +216,9 @@ class _StageCallActions:
     def _step(self, stage_calls: StageCalls) -> list[Action]:
         last = Action("B", stage_calls.block_calls[0], stage_calls.microbatch).name
         square = Action("LOCAL_NORM", GRAD_NORM, stage_calls.microbatch, waits=(last,))
-        names = tuple(param.name for param in self._sharding.model_spec.trainable)
+        names = tuple(param.name for param in self._view.model_spec.trainable)
         frees = tuple(
-            grad_name(group)
-            for group in self._sharding.param_groups()
-            if group.name in self._groups_with_grads
+            grad_name(group) for group in self._view.param_groups if group.name in self._groups_with_grads
         )
         self._groups_with_grads.clear()
         step = Action(
@@ -219,7 +235,7 @@ class _StageCallActions:
         allocations = [Allocation(output_name(block_call, microbatch), memory.output_nbytes)]
         allocations += (
             [Allocation(saved_activations_name(block_call, microbatch), memory.saved_nbytes)]
-            if self._sharding.model_spec.saved_numel
+            if self._view.model_spec.saved_numel
             else []
         )
         frees, self.scratch_in_use = self.scratch_in_use, ()
@@ -233,8 +249,8 @@ class _StageCallActions:
         )
 
     def _loss(self, microbatch: int) -> Action:
-        sharding = self._sharding
-        model_spec = self._sharding.model_spec
+        view = self._view
+        model_spec = self._view.model_spec
         itemsize = FLOAT_NBYTES[self._job.precision.compute]
         last = model_spec.block_calls[-1]
         waits = f"F({last}, {microbatch})", "TOKEN_COUNT()"
@@ -255,11 +271,11 @@ class _StageCallActions:
         logits = self._shares[last].output_numel * self._micro_batch
         saved_numel = (
             min(logits, MAX_CHUNK_NUMEL)
-            if sharding.logits_layout.axes_with("S")
+            if view.plan.logits_layout.axes_with("S")
             else model_spec.loss_saved_numel * self._micro_batch
         )
         scratch = loss_scratch_nbytes(
-            sharding, self._job, saved_numel if model_spec.loss_saved_numel else 0, self._micro_batch
+            view, self._job, saved_numel if model_spec.loss_saved_numel else 0, self._micro_batch
         )
         allocations = [
             Allocation(loss_grad_name(last, microbatch), logits * itemsize),
@@ -273,7 +289,7 @@ class _StageCallActions:
         itemsize = FLOAT_NBYTES[self._job.precision.compute]
         num_samples = self._micro_batch
         # Then it is the gradient that LOSS returned.
-        last = self._sharding.computes_loss and block_call == self._sharding.model_spec.block_calls[-1]
+        last = self._view.computes_loss and block_call == self._view.model_spec.block_calls[-1]
         allocations = (
             ()
             if last
@@ -294,7 +310,7 @@ class _StageCallActions:
     def _backward(
         self, block_call: str, microbatch: int, kind: Literal["B", "W"], waits: tuple[str, ...]
     ) -> Action:
-        model_spec, itemsize = self._sharding.model_spec, FLOAT_NBYTES[self._job.precision.parameters]
+        model_spec, itemsize = self._view.model_spec, FLOAT_NBYTES[self._job.precision.parameters]
         groups = self._groups_of[block_call]
         # gradients that go into shards are packed after each backward, or accumulated there
         # LOSS has accumulated these.
@@ -327,7 +343,7 @@ class _StageCallActions:
             output_name(block_call, microbatch),
             *([saved_activations_name(block_call, microbatch)] if model_spec.saved_numel else []),
         ]
-        if self._sharding.computes_loss and block_call == model_spec.block_calls[-1]:
+        if self._view.computes_loss and block_call == model_spec.block_calls[-1]:
             frees.append(loss_grad_name(block_call, microbatch))
         elif kind == "W":
             frees.append(deferred_grad_name(block_call, microbatch))

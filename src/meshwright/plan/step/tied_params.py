@@ -29,28 +29,22 @@ from dataclasses import replace
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.grad_dependencies import completing_backwards, first_grad_reader, with_grad_waits
 from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import role_of
+from meshwright.plan.step.single_device_program import stage_role_name
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
-def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
+def add_tied_grad_reductions(program: Program, view: RankView, job: Job) -> Program:
     """Returns `program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
-    groups = {group.name: group for group in sharding.param_groups() if group.pp_ranks}
-    order = (
-        [group.name for group in sharding.global_plan.param_groups() if group.name in groups]
-        if groups
-        else []
-    )
+    groups = {group.name: group for group in view.param_groups if group.pp_ranks}
+    order = [group.name for group in view.plan.param_groups if group.name in groups] if groups else []
     ordered = [groups[name] for name in order]
     return (
-        program.edit(lambda actions: _insert_reductions(actions, ordered, sharding, job))
-        if ordered
-        else program
+        program.edit(lambda actions: _insert_reductions(actions, ordered, view, job)) if ordered else program
     )
 
 
@@ -62,16 +56,16 @@ def sums_grads(action: Action) -> bool:
 
 
 def _insert_reductions(
-    actions: list[Action], param_groups: Sequence[ParamGroup], sharding: ShardingPlan, job: Job
+    actions: list[Action], param_groups: Sequence[ParamGroup], view: RankView, job: Job
 ) -> list[Action]:
     packed = {name for action in actions if action.kind == "PACK" for name in action.tensors}
     for group in param_groups:
         if group.names[0] not in packed:
-            actions = _pack_group(actions, group, sharding, job)
+            actions = _pack_group(actions, group, view, job)
     end = next((i for i, action in enumerate(actions) if action.kind == "UNPACK"), first_grad_reader(actions))
-    waits = [_wait_action(actions[:end], group, sharding) for group in param_groups]
+    waits = [_wait_action(actions[:end], group, view) for group in param_groups]
     reductions = [
-        _reduce_tied(group, wait, sharding, job) for group, wait in zip(param_groups, waits, strict=True)
+        _reduce_tied(group, wait, view, job) for group, wait in zip(param_groups, waits, strict=True)
     ]
     names = {name: reduction.name for reduction in reductions for name in reduction.tensors}
     rest = with_grad_waits(actions[end:], [reduction.name for reduction in reductions])
@@ -82,13 +76,11 @@ def _insert_reductions(
     return [*actions[:end], *inserted, *rest]
 
 
-def _pack_group(
-    actions: list[Action], param_group: ParamGroup, sharding: ShardingPlan, job: Job
-) -> list[Action]:
+def _pack_group(actions: list[Action], param_group: ParamGroup, view: RankView, job: Job) -> list[Action]:
     # Packed after the first backward, so that later ones add in place; after the last one if the dtype
     # differs, and after the reductions if each gradient has been reduced by itself.
     casts = job.precision.reduce != job.precision.parameters
-    backwards = completing_backwards(actions, param_group, sharding.model_spec.block_calls)
+    backwards = completing_backwards(actions, param_group, view.model_spec.block_calls)
     summed = list(_last_reductions(actions, param_group))
     position = backwards[-1 if casts else 0] + 1
     if summed:
@@ -129,23 +121,23 @@ def _last_reductions(actions: Sequence[Action], param_group: ParamGroup) -> Iter
     yield from dict.fromkeys(last[name] for name in param_group.names if name in last)
 
 
-def _wait_action(actions: Sequence[Action], param_group: ParamGroup, sharding: ShardingPlan) -> Action:
-    last = actions[completing_backwards(actions, param_group, sharding.model_spec.block_calls)[-1]]
+def _wait_action(actions: Sequence[Action], param_group: ParamGroup, view: RankView) -> Action:
+    last = actions[completing_backwards(actions, param_group, view.model_spec.block_calls)[-1]]
     packs = (action for action in actions if action.kind == "PACK" and param_group.names[0] in action.tensors)
     waits = dict.fromkeys(action.name for action in (*packs, *_last_reductions(actions, param_group), last))
     return Action("WAIT", f"{param_group.name}, tied", waits=tuple(waits), tensors=param_group.names)
 
 
-def _reduce_tied(param_group: ParamGroup, waits: Action, sharding: ShardingPlan, job: Job) -> Action:
-    flat_param, precision = sharding.flat_param_specs().get(param_group.name), job.precision.effective
+def _reduce_tied(param_group: ParamGroup, waits: Action, view: RankView, job: Job) -> Action:
+    flat_param, precision = view.flat_param_specs.get(param_group.name), job.precision.effective
     dtype = precision.reduce if flat_param is None else precision.gradients
     numel = param_group.numel if flat_param is None else flat_param.shard_numel
-    member_indices = param_group.pp_ranks if len(param_group.pp_ranks) < sharding.mesh.pp else ()
+    member_indices = param_group.pp_ranks if len(param_group.pp_ranks) < view.plan.mesh.pp else ()
     transfer = Transfer(
         "all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=member_indices
     )
-    groups = dict(sharding.coordinate)["pp"]
-    others = (f"{role_of({'pp': index})}/{waits.name}" for index in param_group.pp_ranks if index != groups)
+    own = view.coordinate["pp"]
+    others = (f"{stage_role_name(index)}/{waits.name}" for index in param_group.pp_ranks if index != own)
     return Action(
         "REDUCE_TIED", param_group.name, None, "comm", (waits.name, *others), param_group.names, transfer
     )

@@ -26,7 +26,6 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS, AttentionSize
 from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error
 
-VERSION = 1
 MIN_MEASUREMENTS = 6  # of products of a dtype, and of attention: a fit has five features
 HALF_DTYPES = ("bfloat16", "float16")
 
@@ -100,7 +99,6 @@ class DeviceProfile:
     operation, forward (recorded for a backward) and backward.
     """
 
-    version: int
     date: str
     kind: str
     device: str
@@ -196,8 +194,6 @@ class DeviceProfile:
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in its numbers."""
         fix = "measure again: meshwright bench device"
-        if self.version != VERSION:
-            yield Diagnostic(f"version {self.version}; this meshwright reads {VERSION}", fix, "version")
         if self.kind not in ("cpu", "cuda"):
             yield Diagnostic(f"a device of kind '{self.kind}'", "write cpu or cuda", "kind")
         for name, minimum in (("threads", 1), ("ranks", 1), ("memory", 1)):

@@ -28,7 +28,6 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.rank_work_share import block_shares, chunked_head_call, local_fraction
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Transfer
@@ -79,19 +78,15 @@ class ActionCosts:
 
     def __init__(self, plan: Plan, rank: int, target: ExecutionTarget) -> None:
         self._plan, self._rank, self.target = plan, rank, target
-        self._sharding = plan.sharding.at_coordinate(plan.mesh.coordinate(rank))
-        self._block_shares = block_shares(self._sharding)
+        self._view = plan.rank_view(rank)
         self._num_samples = plan.micro_batch
         memory = plan.model_spec.memory
         self._model_ops: ModelOps | None = None if memory is None else memory.ops
         self._cached_seconds: dict[tuple[str, str], float] = {}
         self._cached_transfers: dict[Transfer, float] = {}
-        first_calls = [stage.block_calls[0] for stage in self._sharding.stages] or [
-            self._sharding.model_spec.block_calls[0]
-        ]
-        self._first_calls = {
-            block_call for block_call in first_calls if block_call in self._sharding.model_spec.block_calls
-        }
+        block_calls = self._view.model_spec.block_calls
+        first_calls = [stage.block_calls[0] for stage in self._view.plan.stages] or block_calls[:1]
+        self._first_calls = {block_call for block_call in first_calls if block_call in block_calls}
 
     @property
     def ops_known(self) -> bool:
@@ -125,7 +120,7 @@ class ActionCosts:
             return self._gradient_pass_seconds(action.tensors, 2)
         if kind == "ACCUMULATE":
             return self._gradient_pass_seconds(action.tensors, 3, in_shards=True)
-        if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._sharding.grad_norm_axes):
+        if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._view.plan.grad_norm_axes):
             return self._gradient_pass_seconds(self._numel, 1, in_shards=True)
         return 0.0
 
@@ -142,7 +137,8 @@ class ActionCosts:
                 0 if direction == "W" else sum(allocation.nbytes for allocation in action.allocations)
             )
             return self._unseen_seconds(
-                action.flops or self._block_shares[block_call].flops * self._num_samples, saved_nbytes
+                action.flops or self._view.work_share.block_shares[block_call].flops * self._num_samples,
+                saved_nbytes,
             )
         block_ops = self._model_ops.by_block_call[block_call]
         fraction = self._rank_fraction(block_call)
@@ -157,9 +153,9 @@ class ActionCosts:
 
     def _rank_fraction(self, block_call: str) -> _RankFraction:
         share, (flops, saved_numel), tokens = (
-            self._block_shares[block_call],
+            self._view.work_share.block_shares[block_call],
             self._full_ops(block_call),
-            float(local_fraction(self._sharding, block_call)),
+            float(self._view.work_share.token_fraction(block_call)),
         )
         features = share.flops / flops / tokens if flops else 1.0
         return _RankFraction(tokens, features, share.saved_numel / saved_numel if saved_numel else tokens)
@@ -223,10 +219,10 @@ class ActionCosts:
         )
 
     def _loss_seconds(self, action: Action) -> float:
-        sharding, block_call = self._sharding, self._sharding.model_spec.block_calls[-1]
-        share = self._block_shares[block_call]
-        head_call = chunked_head_call(sharding)
-        tokens = float(local_fraction(sharding, block_call))
+        view, sharding, block_call = self._view, self._view.plan, self._view.model_spec.block_calls[-1]
+        share = self._view.work_share.block_shares[block_call]
+        head_call = view.work_share.chunked_head_call
+        tokens = float(view.work_share.token_fraction(block_call))
         if self._model_ops is None:
             return self._unseen_seconds(
                 action.flops, sum(allocation.nbytes for allocation in action.allocations)
@@ -238,10 +234,10 @@ class ActionCosts:
             return self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), backward=False)
         chunk_flops, chunk_tokens = (
             action.flops / (3 * sharding.num_loss_chunks),
-            max(1, num_local_logit_tokens(sharding) * self._num_samples / sharding.num_loss_chunks),
+            max(1, num_local_logit_tokens(view) * self._num_samples / sharding.num_loss_chunks),
         )
         in_features = head_call.in_numel / max(
-            1, sharding.model_spec.logits.num_tokens if sharding.model_spec.logits is not None else 1
+            1, view.model_spec.logits.num_tokens if view.model_spec.logits is not None else 1
         )
         vocab = chunk_flops / (2 * chunk_tokens * in_features)
         matmul_s = (
@@ -304,19 +300,19 @@ class ActionCosts:
         numel, state_nbytes = optimizer_work(self._plan, self._rank)
         width = FLOAT_NBYTES[precision.gradients] + 2 * FLOAT_NBYTES[precision.master]
         width += FLOAT_NBYTES[precision.parameters] if precision.master != precision.parameters else 0
-        count = max(1, len(self._sharding.model_spec.trainable))
+        count = max(1, len(self._view.model_spec.trainable))
         return count * self._warm_memory_seconds((numel * width + 2 * state_nbytes) / count)
 
     @cached_property
     def _param_groups(self) -> tuple[ParamGroup, ...]:
-        return self._sharding.param_groups()
+        return self._view.param_groups
 
     @cached_property
     def _numel(self) -> Mapping[str, tuple[float, float]]:
         param_shardings, mesh = (
             (
                 param_sharding
-                for param_sharding in self._sharding.param_shardings
+                for param_sharding in self._view.param_shardings
                 if param_sharding.param.trainable
             ),
             self._plan.mesh,

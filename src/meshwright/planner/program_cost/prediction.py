@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.program import Action, Program, with_waits
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
+from meshwright.plan.step.single_device_program import spans_roles
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared
 from meshwright.planner.program_cost.device_time import ExecutionTarget
@@ -71,16 +72,15 @@ class StepPrediction:
 def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     """Returns the predicted seconds of a step of `plan` on `target`."""
     program, costs, ops_known = with_collective_waits(plan.program), dict[int, ActionCost](), True
-    ranks_per_role = plan.mesh.world_size // len(program.roles)
-    for index, (_, actions) in enumerate(program.roles):
-        action_costs = ActionCosts(plan, index * ranks_per_role, target)
+    for role in program.roles:
+        action_costs = ActionCosts(plan, role.ranks[0], target)
         ops_known = ops_known and action_costs.ops_known
-        costs |= with_straggler_waits(action_costs, actions)
+        costs |= with_straggler_waits(action_costs, role.actions)
     shared_cores = None
     if target.cores_per_host:
         shared_cores = SharedCores(
             target.cores_per_host,
-            {role: ranks_per_role / target.num_hosts for role, _ in program.roles},
+            {role.name: len(role.ranks) / target.num_hosts for role in program.roles},
             target.threads_per_rank,
         )
     step_s, roles = step_breakdown(program, costs, shared_cores)
@@ -107,8 +107,8 @@ def step_breakdown(
     end = max((event.end for event in events), default=0.0)
     ended = {qualified_name(event.role, event.action.name): event for event in events}
     return end, {
-        role: _role_breakdown([event for event in events if event.role == role], ended, costs, end)
-        for role, _ in program.roles
+        role.name: _role_breakdown([event for event in events if event.role == role.name], ended, costs, end)
+        for role in program.roles
     }
 
 
@@ -118,22 +118,20 @@ def with_collective_waits(program: Program) -> Program:
     A program in which these waits would deadlock is returned unchanged.
     """
     by_name: dict[str, dict[str, Action]] = {}
-    for role, actions in program.roles:
-        for action in actions:
-            if action.stream == "comm" and action.transfer is not None and "pp" in action.transfer.axes:
-                by_name.setdefault(action.name, {})[role] = action
+    for role in program.roles:
+        for action in role.actions:
+            if action.stream == "comm" and action.transfer is not None and spans_roles(action.transfer):
+                by_name.setdefault(action.name, {})[role.name] = action
     if not any(len(roles) > 1 for roles in by_name.values()):
         return program
     changed = []
-    for role, actions in program.roles:
-        role_actions = []
-        for action in actions:
-            others = {other: each for other, each in by_name.get(action.name, {}).items() if other != role}
+    for role in program.roles:
+        actions = []
+        for action in role.actions:
+            others = {name: each for name, each in by_name.get(action.name, {}).items() if name != role.name}
             waits = (qualified_name(other, wait) for other, each in others.items() for wait in each.waits)
-            role_actions.append(
-                replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action
-            )
-        changed.append((role, tuple(role_actions)))
+            actions.append(with_waits(action, waits) if others else action)
+        changed.append(replace(role, actions=tuple(actions)))
     waiting = Program(tuple(changed))
     try:
         simulate_shared(waiting, lambda action: 1.0, None)

@@ -4,6 +4,7 @@
     gradients           the gradients of a step, until STEP
     master              master weights, if parameters have a narrower dtype or a rank has slices of them
     optimizer_states    what the optimizer keeps, step counters included
+    strategy_states     what techniques keep from step to step, such as residuals (plan/strategy_state.py)
     buffers             memory of fixed size, used again and again: unsharded weights, messages, casts
 
     rank 0 of 4, ZeRO 3     [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
@@ -14,16 +15,18 @@ Activations, and the gradients of one block between its backward and the PACK af
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_optimizer, update_scratch_nbytes
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import owned_params
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
+from meshwright.plan.strategy_state import local_state_nbytes
 
 # actions that allocate activations, and gradients that are not kept
 TRANSIENT_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")
@@ -39,11 +42,13 @@ class StateBytes:
     master: int
     optimizer_states: int
     buffers: int
+    strategy_states: int = 0
 
     @property
     def model_states(self) -> int:
         """The bytes that grow with the model: all but the buffers."""
-        return self.parameters + self.gradients + self.master + self.optimizer_states
+        kept = self.parameters + self.master + self.optimizer_states + self.strategy_states
+        return kept + self.gradients
 
     @property
     def total(self) -> int:
@@ -74,9 +79,13 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     The optimizer states are those of the optimizers that the job names; nothing is known of an optimizer that
     the caller makes.
     """
-    precision, plan = plan.job.precision.effective, plan.for_rank(rank)
+    rank_plan = plan.for_rank(rank)
+    return _state_bytes(rank_plan, list(_group_states(plan, rank_plan.view)))
+
+
+def _state_bytes(plan: RankPlan, group_states: Sequence[_GroupState]) -> StateBytes:
+    precision = plan.job.precision.effective
     width = FLOAT_NBYTES[precision.master]
-    group_states = list(_group_states(plan, rank))
     gradients, buffers = _gradient_and_buffer_nbytes(plan)
     return StateBytes(
         parameters=sum(each.parameter_nbytes for each in group_states),
@@ -90,16 +99,19 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
             param_state_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params
         ),
         buffers=buffers + _cast_nbytes(plan.job, group_states),
+        strategy_states=sum(
+            local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
+        ),
     )
 
 
 def transient_nbytes(plan: Plan) -> int:
     """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
     peak = 0
-    for _, actions in plan.program.roles:
-        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    for role in plan.program.roles:
+        freed = {name for action in role.actions if action.kind == "STEP" for name in action.frees}
         live: dict[str, int] = {}
-        for action in actions:
+        for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
                     allocation.name: allocation.nbytes
@@ -124,37 +136,37 @@ def peak_nbytes(plan: Plan, rank: int) -> int:
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     """Returns the elements that `rank` of `plan` steps, and the bytes of their optimizer states."""
-    plan = replace(plan, sharding=plan.sharding.at_coordinate(plan.mesh.coordinate(rank)))
-    pairs = [pair for each in _group_states(plan, rank) for pair in each.stepped_params]
+    pairs = [pair for each in _group_states(plan, plan.rank_view(rank)) for pair in each.stepped_params]
     return sum(numel for _, numel in pairs), sum(param_state_nbytes(plan.job, *pair) for pair in pairs)
 
 
 def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
-    The categories are parameters, master, optimizer_states, gradients, buffers, activations, and optimizer:
-    the temporaries of STEP.
+    The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
+    and optimizer: the temporaries of STEP.
     """
-    plan = plan.for_rank(rank)
-    group_states, states, peak = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    rank_plan = plan.for_rank(rank)
+    group_states, peak = list(_group_states(plan, rank_plan.view)), Counter[str]()
+    states = _state_bytes(rank_plan, group_states)
     update = max(
         (param_update_nbytes(plan.job, *pair) for each in group_states for pair in each.stepped_params),
         default=0,
     )
     transient_names = {
         allocation.name
-        for action in plan.actions
+        for action in rank_plan.actions
         if _is_transient(action)
         for allocation in action.allocations
     }
     persistent = {
         allocation.name: allocation.nbytes
-        for action in plan.actions
+        for action in rank_plan.actions
         for allocation in action.allocations
         if allocation.name not in transient_names
     }
     live: dict[str, int] = {}
-    for action in plan.actions:
+    for action in rank_plan.actions:
         live |= {
             allocation.name: allocation.nbytes
             for allocation in action.allocations
@@ -174,6 +186,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
         "parameters": states.parameters,
         "master": states.master,
         "optimizer_states": states.optimizer_states,
+        "strategy_states": states.strategy_states,
     }
     found = {
         **by_category,
@@ -217,14 +230,17 @@ def _cast_nbytes(job: Job, group_states: Iterable[_GroupState]) -> int:
     )
 
 
-def _group_states(plan: Plan, rank: int) -> Iterator[_GroupState]:
-    sharding, parameters = plan.sharding, plan.job.precision.parameters
-    flat_specs, owned = sharding.flat_param_specs(), list(owned_params(sharding, rank))
+def _group_states(plan: Plan, view: RankView) -> Iterator[_GroupState]:
+    parameters, rank = plan.job.precision.parameters, plan.mesh.rank(view.coordinate)
+    owned = list(owned_params(view))
     owned_names = {
-        param_sharding.param.name for param_sharding in sharding.param_shardings if param_sharding.owner_axes
+        param_sharding.param.name for param_sharding in view.param_shardings if param_sharding.owner_axes
     }
-    for param_group in sharding.all_param_groups():
-        flat_spec, width = flat_specs.get(param_group.name), param_group.params[0].itemsize(parameters)
+    for param_group in view.all_param_groups:
+        flat_spec, width = (
+            view.flat_param_specs.get(param_group.name),
+            param_group.params[0].itemsize(parameters),
+        )
         is_stepped = param_group.trainable and plan.is_primary_rank(rank)
         owned_params_here = [(param, param.numel) for name, param in owned if name == param_group.name]
         if flat_spec is None:
@@ -262,7 +278,7 @@ def _is_transient(action: Action) -> bool:
     return action.kind in TRANSIENT_KINDS or action.stream == "recv"
 
 
-def _gradient_and_buffer_nbytes(plan: Plan) -> tuple[int, int]:
+def _gradient_and_buffer_nbytes(plan: RankPlan) -> tuple[int, int]:
     """Returns the bytes of gradients, which STEP frees, and of buffers, the other allocations.
 
     Transient allocations are neither.

@@ -39,6 +39,7 @@ CATEGORY_COLOURS = {
     "gradients": "#10b981",
     "master": "#0891b2",
     "optimizer_states": "#8b5cf6",
+    "strategy_states": "#6366f1",
     "buckets": "#f59e0b",
     "activations": "#ec4899",
 }

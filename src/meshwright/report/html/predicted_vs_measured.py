@@ -21,7 +21,7 @@ TRACE_CATEGORIES = {  # the categories of a prediction, and those of a trace
     "exposed communication and waiting": (("exposed_comm_s", "idle_s"), ("exposed communication",)),
     "gradient norm and optimizer": (("optimizer_s",), ("optimizer",)),
 }
-STATE_CATEGORIES = ("parameters", "master", "optimizer_states")
+STATE_CATEGORIES = ("parameters", "master", "optimizer_states", "strategy_states")
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,11 @@ def _time_comparisons(
 
 def _nbytes_comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Iterator[PredictionComparison]:
     peak_nbytes, sent = prediction.get("peak_memory", {}), prediction.get("sent", {})
-    ranks_per_role = max(1, record.world // max(1, len(peak_nbytes)))
-    ranks = {
-        rank: found
-        for rank, found in record.rank_accounts.items()
-        if rank % ranks_per_role == 0 and rank // ranks_per_role < len(peak_nbytes)
-    }
+    roles = () if record.program is None else record.program.roles
     memory = {
-        role: ranks[index * ranks_per_role].get("memory", {})
-        for index, role in enumerate(peak_nbytes)
-        if index * ranks_per_role in ranks
+        role.name: record.rank_accounts[role.ranks[0]].get("memory", {})
+        for role in roles
+        if role.name in peak_nbytes and role.ranks[0] in record.rank_accounts
     }
     if memory:
         largest_role = max(memory, key=lambda role: sum(peak_nbytes[role].values()))
@@ -112,11 +107,7 @@ def _nbytes_comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Ite
                 memory[largest_role].get("peak", 0),
                 "B",
             )
-    names = (
-        {action.name for _, actions in record.program.roles for action in actions}
-        if record.program is not None
-        else set()
-    )
+    names = {action.name for role in roles for action in role.actions}
     totals = [
         sum(nbytes for name, nbytes in found.get("sent", {}).items() if name in names) / found["steps"]
         for found in record.rank_accounts.values()

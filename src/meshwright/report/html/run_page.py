@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.step.program import Program
 from meshwright.report.html.charts import (
     MAX_POINTS,
     OPTIONAL_PANELS,
@@ -240,11 +239,10 @@ def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
     resident = record.run_info.get("resident_memory")
     rows: dict[str, Mapping[str, Any]] = {}
     if record.program is not None and isinstance(resident, Mapping):
-        for role, actions in record.program.roles:
-            name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
-            each = resident.get(role, resident)  # of an older run: those of rank 0
+        for role in record.program.roles:
+            name = f"{role.name} planned" if len(record.program.roles) > 1 else "planned"
             rows[f"{name}, at its peak"], rows[f"{name}, peak of each category"] = planned_memory(
-                Program.from_dict({role: actions}), each
+                role.actions, resident.get(role.name, {})
             )
     measured = {
         f"rank {rank} measured": sort_categories(account["memory"])

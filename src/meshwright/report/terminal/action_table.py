@@ -96,7 +96,7 @@ def plan_details(plan: Plan) -> RenderableType:
     tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan)]
     shown = (part for table in tables if table is not None for part in ("", table))
     several = len(plan.program.roles) > 1
-    actions = [_action_table(each, title=role if several else "") for role, each in plan.program.roles]
+    actions = [_action_table(role.actions, title=role.name if several else "") for role in plan.program.roles]
     return Group(_summary(plan), *shown, *([] if several else [""]), *actions)
 
 
@@ -198,7 +198,9 @@ def _row_label(run: list[Action]) -> str:
 def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
-    yield f"{KIND_TEXTS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else KIND_TEXTS[first.kind]
+    text = KIND_TEXTS.get(first.kind, "")  # a strategy that is not of this library brings kinds of its own
+    if text:
+        yield f"{text} {blocks}" if first.kind in PARAM_USE_KINDS else text
     for move in first.transfers[:1]:
         nbytes, within = (
             sum(each.nbytes for action in run for each in action.transfers),

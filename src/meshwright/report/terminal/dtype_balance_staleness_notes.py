@@ -189,7 +189,7 @@ def staleness_text(plan: Plan) -> dict[str, str]:
         return {}
     names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
     rows = {"not exact": f"{names} does not compute the same as one device"}
-    lists = [actions for _, actions in plan.program.roles]
+    lists = [role.actions for role in plan.program.roles]
     if not any(map(stepped_microbatches, lists)):
         return rows
     old = ", ".join(str(staleness(actions)) for actions in lists)

@@ -23,12 +23,13 @@ def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
     Without gradients and buffers.
     """
     nbytes_by_role = {}
-    for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
-        states = state_bytes(plan, rank)
-        nbytes_by_role[role] = {
+    for role in plan.program.roles:
+        states = state_bytes(plan, role.ranks[0])
+        nbytes_by_role[role.name] = {
             "parameters": states.parameters,
             "optimizer_states": states.optimizer_states,
             **({"master": states.master} if states.master else {}),
+            **({"strategy_states": states.strategy_states} if states.strategy_states else {}),
         }
     return nbytes_by_role
 
@@ -73,8 +74,7 @@ def states_table(plan: Plan) -> Table:
 
 def first_ranks(plan: Plan) -> list[int]:
     """Returns the first rank of each role."""
-    roles = len(plan.program.roles)
-    return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
+    return [role.ranks[0] for role in plan.program.roles]
 
 
 def fullest_rank(plan: Plan) -> tuple[int, int]:
@@ -89,21 +89,21 @@ def fullest_rank(plan: Plan) -> tuple[int, int]:
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
     """Returns the first rank of the role that sends most in a step, and its actions."""
-    totals = list(sent_nbytes_by_role(plan).values())
-    index = totals.index(max(totals))
-    return first_ranks(plan)[index], plan.program.roles[index][1]
+    totals = sent_nbytes_by_role(plan)
+    role = max(plan.program.roles, key=lambda role: totals[role.name])
+    return role.ranks[0], role.actions
 
 
 def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
     return {
-        role: sum(
+        role.name: sum(
             min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
-            for action in actions
+            for action in role.actions
             if action.stream != "recv"
             for move in action.transfers
         )
-        for role, actions in plan.program.roles
+        for role in plan.program.roles
     }
 
 

@@ -15,8 +15,9 @@ from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, axes_with
 from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.report.table import Column, Table
 
@@ -58,8 +59,11 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
 
     `sharding` is that of all ranks, `parameters` the dtype of a job.
     """
-    coordinates = [{"pp": pp_rank} for pp_rank in range(len(sharding.block_calls_by_pp_rank))] or [{}]
-    stages = [sharding.at_coordinate({**sharding.mesh.coordinate(0), **each}) for each in coordinates]
+    first = sharding.mesh.coordinate(0)
+    stages = [
+        RankView(sharding, {**first, "pp": pp_rank})
+        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
+    ]
     numel_by_stage = [
         {param_sharding.param.name: param_sharding.param.numel for param_sharding in each.param_shardings}
         for each in stages
@@ -89,7 +93,7 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
 def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) -> RenderableType:
     """Returns the rows as a table; `plan_given` tells whether the plan shards anything."""
     rows = param_rows(sharding, parameters)
-    axes = [*(["pp"] if sharding.block_calls_by_pp_rank else []), *_shardable_axes(sharding)]
+    axes = [*sharding.stage_axes, *_shardable_axes(sharding)]
     over = " x ".join(f"{axis} {sharding.mesh.size(axis)}" for axis in axes) or "no axis"
     seq_axes = sharding.residual_layout.axes_with("S")
     over += f"; tokens are sharded between layers over {' and '.join(seq_axes)}" if seq_axes else ""
@@ -141,7 +145,7 @@ def _shown_ranks(rows: list[ParamRow], sharding: ShardingPlan) -> list[tuple[int
     if count > MAX_SHOWN_STAGES:
         largest = max(stages, key=lambda stage: sum(row.stage_nbytes[stage] for row in rows))
         stages = sorted({0, largest, count - 1})
-    return [(stage * (sharding.mesh.world_size // count), stage) for stage in stages]
+    return [(sharding.mesh.rank({"pp": stage}), stage) for stage in stages]
 
 
 def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
@@ -153,10 +157,10 @@ def sharded_params_text(plan: Plan) -> dict[str, str]:
 
     Empty if nothing is sharded.
     """
-    sharding = plan.sharding.global_plan
+    sharding = plan.sharding
     if not any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings):
         return {}
-    here, parameters = sharding.at_coordinate(sharding.mesh.coordinate(0)), plan.job.precision.parameters
+    here, parameters = plan.rank_view(0), plan.job.precision.parameters
     nbytes = sum(
         param_sharding.param.numel * param_sharding.param.itemsize(parameters)
         for param_sharding in here.param_shardings
@@ -248,7 +252,9 @@ def _reason(param_sharding: ParamSharding) -> str:
 def _shardable_axes(sharding: ShardingPlan) -> list[str]:
     """The axes along which params could be sharded: several ranks that have the same tokens and layers."""
     return [
-        axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)
+        axis
+        for axis in AXES
+        if sharding.mesh.size(axis) > 1 and axis not in (*axes_with("layers"), *sharding.grad_sum_axes)
     ]
 
 

@@ -23,7 +23,7 @@ from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.sharding.mesh import MESH_AXES, Mesh, in_mesh_order
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
@@ -55,14 +55,6 @@ SENT_TEXTS = {
     "LOSS": "loss",
     "BROADCAST": "broadcast",
     "NOISE_SCALE": "noise scale",
-}
-AXIS_TEXTS = {
-    "pp": ("pipeline stage", "pipeline stages"),
-    "dp_replicate": ("data-parallel replica", "data-parallel replicas"),
-    "dp_shard": ("data-parallel shard", "data-parallel shards"),
-    "cp": ("context-parallel rank", "context-parallel ranks"),
-    "tp_depth": ("tensor-parallel slice", "tensor-parallel slices"),
-    "tp": ("tensor-parallel rank", "tensor-parallel ranks"),
 }
 SHOWN_ABOVE = (  # of `plan_summary`: said by the sections here
     *("model", "mesh", "strategies", "global batch", "precision"),
@@ -206,11 +198,11 @@ class PlanOverview:
 
 def mesh_text(mesh: Mesh) -> str:
     """Returns the mesh in words: the number of ranks, and what they are along each axis."""
-    axes = [(axis, mesh.size(axis)) for axis in AXES if mesh.size(axis) > 1]
+    axes = [(axis, mesh.size(axis.name)) for axis in MESH_AXES if mesh.size(axis.name) > 1]
     if not axes:
         return "1 rank: one device"
     return f"{mesh.world_size} ranks: " + " x ".join(
-        f"{size} {AXIS_TEXTS[axis][size > 1]} ({axis})" for axis, size in axes
+        f"{size} {axis.rank_names[size > 1]} ({axis.name})" for axis, size in axes
     )
 
 
@@ -246,7 +238,7 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for action in busiest_rank(plan)[1]:
         for transfer in action.transfers if action.stream != "recv" else ():
-            axes = ", ".join(sorted(transfer.axes, key=AXES.index))
+            axes = ", ".join(in_mesh_order(transfer.axes))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))
             nbytes = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]

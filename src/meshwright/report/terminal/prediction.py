@@ -13,7 +13,7 @@ from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
 from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.table import Column, Table
-from meshwright.report.terminal.memory_and_sent_bytes import first_ranks, sent_nbytes_by_role
+from meshwright.report.terminal.memory_and_sent_bytes import sent_nbytes_by_role
 
 CATEGORY_TEXTS = {
     "compute_s": "blocks and the loss",
@@ -27,10 +27,7 @@ MAX_ROLES = 6  # roles in a table
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
     """Returns the peak memory and the bytes sent of `plan` by role, and the seconds if they are predicted."""
-    roles = [role for role, _ in plan.program.roles]
-    peak_nbytes = {
-        role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
-    }
+    peak_nbytes = {role.name: peak_nbytes_by_category(plan, role.ranks[0]) for role in plan.program.roles}
     values = {"peak_memory": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
     return values if prediction is None else {**values, **prediction.as_dict()}
 

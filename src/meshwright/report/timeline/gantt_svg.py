@@ -15,7 +15,12 @@ from meshwright.report.timeline.gantt_text import KIND_NAMES, DrawingUnits, sche
 from meshwright.report.timeline.pipeline_stages import row_label
 from meshwright.report.timeline.planned_vs_measured_spans import action_durations_ms, traced_steps
 from meshwright.report.timeline.run_folder_reader import RunRecord
-from meshwright.report.timeline.stage_actions import gantt_rows, simulated_actions, traced_actions
+from meshwright.report.timeline.stage_actions import (
+    gantt_rows,
+    simulated_actions,
+    stage_roles,
+    traced_actions,
+)
 
 KIND_COLOURS = {
     "F": ("#93c5fd", "#3b82f6", "#1d4ed8"),
@@ -129,7 +134,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
 def schedule_svg(record: RunRecord) -> str:
     """Returns the SVG of a run, planned above measured; "" without a pipeline or without recorded stages."""
     program, parts = record.program, record.run_info.get("stages", [])
-    if program is None or len(program.roles) < 2 or len(parts) < 2:
+    if program is None or len(stage_roles(program)) < 2 or len(parts) < 2:
         return ""
     events, step = traced_steps(record)
     known = action_durations_ms(record, events) if step is not None else {}
@@ -140,10 +145,6 @@ def schedule_svg(record: RunRecord) -> str:
     except SimulationDeadlock:  # a damaged file: such a list has been refused long before
         return ""
     if step is not None:
-        found[f"measured, step {step}"] = gantt_rows(
-            traced_actions(program, events, step, record.world), program, parts
-        )
+        found[f"measured, step {step}"] = gantt_rows(traced_actions(program, events, step), program, parts)
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
-    return gantt_svg(
-        found, units=DrawingUnits(long, format_nbytes, row_label(record.world, len(program.roles)))
-    )
+    return gantt_svg(found, units=DrawingUnits(long, format_nbytes, row_label(program)))

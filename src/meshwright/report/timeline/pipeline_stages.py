@@ -10,6 +10,7 @@ from rich.text import Text
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Program
 from meshwright.plan.step.simulator import SpansByRank
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_text import DrawingUnits, gantt_view, schedule_summary
@@ -18,6 +19,7 @@ from meshwright.report.timeline.stage_actions import (
     gantt_rows,
     max_in_flight,
     simulated_actions,
+    stage_roles,
 )
 
 AMOUNT_COLUMNS = 14  # columns for an amount at the end of a line
@@ -66,7 +68,7 @@ class _ScheduleDrawing:
         units = DrawingUnits(
             partial(_format_flops, end) if known else "{:.4g}".format,
             _format_amount,
-            row_label(self.plan.mesh.world_size, len(found)),
+            row_label(self.plan.program),
         )
         yield gantt_view(
             {"planned, by FLOPs" if known else "planned": found},
@@ -81,9 +83,9 @@ def simulated_spans(plan: Plan) -> SpansByRank:
     return gantt_rows(simulated_actions(plan.program, {}), plan.program, stage_block_calls(plan))
 
 
-def row_label(world: int, roles: int) -> str:
+def row_label(program: Program) -> str:
     """Returns the name of a row: a rank, or a stage if several ranks have the same role."""
-    return "rank" if world == roles else "pp rank"
+    return "rank" if all(len(role.ranks) == 1 for role in stage_roles(program)) else "pp rank"
 
 
 def idle_warnings(plan: Plan) -> Iterator[str]:
@@ -123,7 +125,7 @@ def _stages_table(plan: Plan) -> Table:
         pp_rank_numbers = [
             index for index, pp_rank_calls in enumerate(pp_ranks) if block_calls <= set(pp_rank_calls)
         ]
-        most = max(max_in_flight(plan.program.roles[index][1], stage) for index in pp_rank_numbers)
+        most = max(max_in_flight(plan.stage_role(index).actions, stage) for index in pp_rank_numbers)
         rows.append(
             (
                 number,
@@ -140,7 +142,7 @@ def _stages_table(plan: Plan) -> Table:
         )
     return Table(
         [
-            *("stage", row_label(plan.mesh.world_size, len(pp_ranks)), "blocks"),
+            *("stage", row_label(plan.program), "blocks"),
             *(Column("parameters", "{:,}"), Column("FLOPs", "{:.1f} %"), Column("in flight", "{}")),
         ],
         rows,

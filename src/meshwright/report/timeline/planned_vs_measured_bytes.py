@@ -6,13 +6,13 @@ that leave the busiest rank in a step, by the formula of the collective or the r
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.program import Action
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
 CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
@@ -31,7 +31,10 @@ CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
         "old weights": "buckets",
     },
 }
-CATEGORY_ORDER = ("parameters", "master", "gradients", "optimizer_states", "buckets", "activations")
+CATEGORY_ORDER = (
+    *("parameters", "master", "gradients", "optimizer_states", "strategy_states"),
+    *("buckets", "activations"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,29 @@ class ActionBytes:
 
 
 def planned_memory(
-    program: Program, state_nbytes: Mapping[str, int]
+    actions: Iterable[Action], state_nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns bytes by category at the largest peak of all roles, and the maximum of each category.
+    """Returns bytes by category at the largest peak of `actions`, and the maximum of each category.
 
     `state_nbytes` is allocated all the time.
     """
     peak: Counter[str] = Counter()
     most: Counter[str] = Counter()
-    for _, actions in program.roles:
-        now: Counter[str] = Counter()
-        sizes: dict[str, tuple[str, int]] = {}
-        for action in actions:
-            again = {hold.name for hold in action.allocations} & set(
-                sizes
-            )  # a buffer that is freed and taken in one act
-            for kind, nbytes in (sizes.pop(name) for name in again):
-                now[kind] -= nbytes
-            for hold in action.allocations:
-                sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
-                now[sizes[hold.name][0]] += hold.nbytes
-            most |= now
-            peak = Counter(now) if now.total() > peak.total() else peak
-            for name in (name for name in action.frees if name not in again):
-                kind, nbytes = sizes.pop(name, ("", 0))
-                now[kind] -= nbytes
+    now: Counter[str] = Counter()
+    sizes: dict[str, tuple[str, int]] = {}
+    for action in actions:
+        # a buffer that is freed and taken in one act
+        again = {hold.name for hold in action.allocations} & set(sizes)
+        for kind, nbytes in (sizes.pop(name) for name in again):
+            now[kind] -= nbytes
+        for hold in action.allocations:
+            sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
+            now[sizes[hold.name][0]] += hold.nbytes
+        most |= now
+        peak = Counter(now) if now.total() > peak.total() else peak
+        for name in (name for name in action.frees if name not in again):
+            kind, nbytes = sizes.pop(name, ("", 0))
+            now[kind] -= nbytes
     return sort_categories({**state_nbytes, **peak}), sort_categories({**state_nbytes, **most})
 
 
@@ -95,10 +96,10 @@ def sent_by_action(record: RunRecord) -> list[ActionBytes]:
     for the busiest.
     """
     listed: dict[str, dict[str, list[Action]]] = {}
-    for role, actions in record.program.roles if record.program else ():
-        for action in (action for action in actions if action.transfers and action.stream != "recv"):
+    for role in record.program.roles if record.program else ():
+        for action in (action for action in role.actions if action.transfers and action.stream != "recv"):
             label = f"{action.kind}({action.subject})" if action.stream == "send" else action.name
-            listed.setdefault(label, {}).setdefault(role, []).append(action)
+            listed.setdefault(label, {}).setdefault(role.name, []).append(action)
     ledgers = [rank for rank in record.rank_accounts.values() if rank.get("steps")]
     found = []
     for label, roles in listed.items():

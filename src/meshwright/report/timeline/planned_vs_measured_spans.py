@@ -128,8 +128,7 @@ def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, fl
     known = event_durations_ms(events.values())
     if record.program is None:
         return known
-    ranks = max(1, record.world // len(record.program.roles))
-    at = {role: number * ranks for number, (role, _) in enumerate(record.program.roles)}
+    first_rank = {role.name: role.ranks[0] for role in record.program.roles}
     times = {
         (rank, event["args"]["step"], event["args"]["action"]): (event["ts"] / 1e3, event["dur"] / 1e3)
         for rank, each in events.items()
@@ -138,12 +137,13 @@ def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, fl
     }
     steps = {step for _, step, _ in times}
     passed: dict[str, list[float]] = defaultdict(list)
-    for role, actions in record.program.roles:
-        for action in (action for action in actions if action.stream == "recv" and action.waits):
+    for role in record.program.roles:
+        for action in (action for action in role.actions if action.stream == "recv" and action.waits):
             known[action.name] = 0.0
             source, name = action.waits[0].split("/", 1)
             for step in steps:
-                sent, came = times.get((at[source], step, name)), times.get((at[role], step, action.name))
+                sent = times.get((first_rank[source], step, name))
+                came = times.get((role.ranks[0], step, action.name))
                 if sent and came:
                     passed[name].append(max(0.0, sum(came) - max(sent[0], came[0])))
     return known | {name: min(each) for name, each in passed.items()}
@@ -211,7 +211,7 @@ def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) ->
 
 
 def _planned_bars(program: Program, known: Mapping[str, float]) -> list[TimelineBar]:
-    total = sum(action.flops for _, actions in program.roles for action in actions) or 1
+    total = sum(action.flops for role in program.roles for action in role.actions) or 1
 
     def length(action: Action) -> float:
         return known.get(action.name, 0.0) if known else max(100 * action.flops / total, 0.3)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import METRICS, PLAN, RANK_USAGE, RUN_INFO, TRACE, FileFormat
 from meshwright.plan.step.program import Program
 from meshwright.plan.step.program_json import program_from_dict
 
@@ -52,10 +53,11 @@ def read_run_record(folder: Path) -> RunRecord:
     lines = list(_metric_lines(folder / "metrics.jsonl", notes))
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
-    about = _read_object(folder / "run_info.json", notes)
+    about = _read_object(folder / "run_info.json", RUN_INFO, notes)
     program = _program(about, notes)
     world = about.get("world")
-    ranks, traces = (_by_rank(folder / name, world, notes) for name in ("ranks", "trace"))
+    ranks = _by_rank(folder / "ranks", RANK_USAGE, world, notes)
+    traces = _by_rank(folder / "trace", TRACE, world, notes)
     if not steps:
         notes.append("no step has ended yet")
     return RunRecord(
@@ -76,7 +78,7 @@ def plan_differences(records: Sequence[RunRecord]) -> list[tuple[str, tuple[str,
 
     Without names of places and files.
     """
-    skipped = ("plan_hash", "version", "run.folder")
+    skipped = ("plan_hash", "meshwright", "run.folder")
     keys = dict.fromkeys(key for record in records for key in record.settings if key not in skipped)
     found = {key: tuple(_format_value(record.settings.get(key)) for record in records) for key in keys}
     return [(key, values) for key, values in found.items() if len(set(values)) > 1]
@@ -104,10 +106,12 @@ def _check_run_folder(folder: Path) -> None:
 
 
 def _metric_lines(path: Path, notes: list[str]) -> Iterator[JSONObject]:
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return
-    texts = path.read_bytes().split(b"\n")
-    for number, text in enumerate(texts, start=1):
+    header, *texts = path.read_bytes().split(b"\n")
+    if _contents(header, path, METRICS, notes) is None:
+        return
+    for number, text in enumerate(texts, start=2):
         if not text.strip():
             continue
         try:
@@ -116,32 +120,34 @@ def _metric_lines(path: Path, notes: list[str]) -> Iterator[JSONObject]:
             line = None
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             yield line
-        elif number == len(texts):
+        elif number == 1 + len(texts):
             notes.append("the last line of metrics.jsonl is not whole yet, and was left out")
         else:
             notes.append(f"line {number} of metrics.jsonl cannot be read, and was left out")
 
 
-def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_object(path: Path, file_format: FileFormat, notes: list[str]) -> dict[str, Any]:
+    return (_contents(path.read_bytes(), path, file_format, notes) or {}) if path.is_file() else {}
+
+
+def _contents(text: bytes, path: Path, file_format: FileFormat, notes: list[str]) -> dict[str, Any] | None:
+    """The JSON object `text` of `path`; None, with a note, if it is damaged or of another format."""
     try:
-        found = json.loads(path.read_bytes())
+        return file_format.contents(json.loads(text), str(path))
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    notes.append(f"{path.name} cannot be read, and was left out")
-    return {}
+        notes.append(f"{path.name} cannot be read, and was left out")
+    except PlanError as error:
+        notes.append(f"{path.name} was left out: {error.diagnostics[0].problem}")
+    return None
 
 
-def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, JSONObject]:
+def _by_rank(folder: Path, file_format: FileFormat, world: object, notes: list[str]) -> dict[int, JSONObject]:
     """The object of each rank; files of ranks beyond `world` are left from an earlier start."""
     found = {}
     for path in folder.glob("rank-*.json"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and not (isinstance(world, int) and int(number) >= world):
-            said = _read_object(path, notes)
+            said = _read_object(path, file_format, notes)
             found |= {int(number): said} if said else {}
     return dict(sorted(found.items()))
 
@@ -161,10 +167,13 @@ def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        return dict(_flat(PLAN.contents(document, str(path))))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError):
         notes.append("plan.toml cannot be read, and was left out")
-        return {}
+    except PlanError as error:
+        notes.append(f"plan.toml was left out: {error.diagnostics[0].problem}")
+    return {}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

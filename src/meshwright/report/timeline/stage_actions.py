@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.plan.step.memory.memory_names import SCRATCH
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.program import Action, Program, Role
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan, qualified_name, simulate
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 from meshwright.report.timeline.planned_vs_measured_bytes import memory_category
@@ -45,7 +45,7 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
 
     Without any, to the scale of their FLOPs. Raises SimulationDeadlock if an action waits forever.
     """
-    known = any(action.flops for _, actions in program.roles for action in actions)
+    known = any(action.flops for role in program.roles for action in role.actions)
 
     def length(action: Action) -> float:
         if seconds:
@@ -54,7 +54,7 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
             float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
         )
 
-    acts: dict[str, list[TimedAction]] = {role: [] for role, _ in program.roles}
+    acts: dict[str, list[TimedAction]] = {role.name: [] for role in program.roles}
     for tick in simulate(program, length):
         acts[tick.role].append(TimedAction(tick.action, tick.start, tick.end))
     return acts
@@ -63,14 +63,21 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
 def gantt_rows(
     acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage
 ) -> SpansByRank:
-    """Returns the stage runs of each role in the order of the program's roles, as spans; memory in bytes."""
+    """Returns the stage runs of each role that has any, in the order of the program's roles, as spans; memory
+    in bytes.
+    """
     sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
     start = min((span.begin for role, each in acts.items() for span in _stage_runs(each, parts)), default=0.0)
     found = []
-    for role, actions in program.roles:
-        came, holds = _send_times(role, actions, sent), _activation_nbytes(actions)
-        found.append(list(_span_row(_stage_runs(acts.get(role, ()), parts), came, holds, start)))
+    for role in stage_roles(program):
+        came, holds = _send_times(role, sent), _activation_nbytes(role.actions)
+        found.append(list(_span_row(_stage_runs(acts.get(role.name, ()), parts), came, holds, start)))
     return found
+
+
+def stage_roles(program: Program) -> list[Role]:
+    """Returns the roles that run a stage."""
+    return [role for role in program.roles if any(action.kind in KIND_LETTERS for action in role.actions)]
 
 
 def max_in_flight(actions: Iterable[Action], block_calls: Sequence[str]) -> int:
@@ -162,19 +169,19 @@ def _span_row(
         free, now = run.end, after
 
 
-def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
+def _send_times(role: Role, sent: Mapping[str, float]) -> dict[str, float]:
     """By action, when the last message from another role that it waits for began to be sent."""
-    known = {action.name: action for action in actions}
+    known = {action.name: action for action in role.actions}
 
     def sources(action: Action) -> Iterator[str]:
         for wait in action.waits:
-            if qualified_name(role, wait) == wait:
+            if qualified_name(role.name, wait) == wait:
                 yield wait
             elif wait in known and known[wait].stream != "compute":
                 yield from sources(known[wait])
 
     found = {}
-    for action in actions:
+    for action in role.actions:
         begins = (
             [sent[name] for name in sources(action) if name in sent] if action.kind in KIND_LETTERS else []
         )
@@ -199,17 +206,16 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
 
 
 def traced_actions(
-    program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int, world: int
+    program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int
 ) -> dict[str, list[TimedAction]]:
     """Returns when the first rank of each role ran what in a traced step, in milliseconds.
 
     The glue code of a forward belongs to it: from the call of the model's own forward until it returned.
     """
-    ranks = max(1, world // len(program.roles))  # of each role, one behind the other
     found: dict[str, list[TimedAction]] = {}
-    for number, (role, actions) in enumerate(program.roles):
-        known = {action.name: action for action in actions}
-        events = [event for event in traces.get(number * ranks, ()) if event["args"]["step"] == step]
+    for role in program.roles:
+        known = {action.name: action for action in role.actions}
+        events = [event for event in traces.get(role.ranks[0], ()) if event["args"]["step"] == step]
         acts = [
             TimedAction(known[event["args"]["action"]], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
             for event in events
@@ -217,7 +223,7 @@ def traced_actions(
         ]
         for event in (event for event in events if event["cat"] == GLUE_EVENT):
             acts = _extend_with_glue(acts, event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
-        found[role] = acts
+        found[role.name] = acts
     return found
 
 

@@ -4,8 +4,8 @@
     step-00000200.partial-5f3a9c01/    being written, left behind by a stopped save, or being deleted
     step-00000300.aside-0c77d1e4/      a later checkpoint of a run that went back; kept, never loaded, never
                                        deleted
-    best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its
-                                       evaluation
+    best.json                          {..., "step": 100, "folder": "step-00000100", "loss": 1.5}: the best by
+                                       its evaluation
 
 A checkpoint appears by one rename and disappears by one: it is renamed to a partial one before it is
 deleted, so a crash leaves nothing incomplete under a valid name. Links are neither followed nor removed.
@@ -20,6 +20,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from meshwright.plan.job.file_format import BEST_CHECKPOINT
 from meshwright.run.checkpoint.manifest import CheckpointError, read_manifest
 from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 
@@ -96,9 +97,8 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
             return
         part = path.with_suffix(".part")
         with part.open("w", encoding="ascii") as file:
-            file.write(
-                json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n"
-            )
+            named = {"step": step, "folder": step_folder(folder, step).name, "loss": loss}
+            file.write(json.dumps(BEST_CHECKPOINT.header | named) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -110,12 +110,16 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
 
 
 def best_step(folder: Path) -> int:
-    """Returns the step of the best checkpoint in `folder` as best.json names it; 0 if it names none."""
-    with suppress(OSError, ValueError):
+    """Returns the step of the best checkpoint in `folder` as best.json names it; 0 if it names none.
+
+    Raises PlanError for a best.json of another format or version.
+    """
+    try:
         document = json.loads((folder / BEST_FILE).read_text(encoding="ascii"))
-        if isinstance(document, dict) and isinstance(document.get("step"), int) and document["step"] > 0:
-            return document["step"]
-    return 0
+    except (OSError, ValueError):
+        return 0
+    step = BEST_CHECKPOINT.contents(document, str(folder / BEST_FILE)).get("step")
+    return step if isinstance(step, int) and step > 0 else 0
 
 
 def retire_later_checkpoints(folder: Path, step: int) -> list[Path]:

@@ -27,11 +27,12 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import CHECKPOINT
+from meshwright.run.config.toml_validation import SchemaCheck
 
-FORMAT, VERSION = "meshwright checkpoint", 1
 MANIFEST_FILE = "manifest.json"
 ITEMSIZE = {
     **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
@@ -54,6 +55,7 @@ DAMAGED_FIX = (
 )
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+JsonT = TypeVar("JsonT")
 
 
 class CheckpointError(PlanError):
@@ -96,11 +98,13 @@ class Manifest:
     """
 
     step: int
-    entries: Mapping[str, TensorEntry] = field(hash=False)
-    files: Mapping[str, ShardFile] = field(hash=False)
-    meta: Mapping[str, Json] = field(hash=False)
+    entries: dict[str, TensorEntry] = field(hash=False)
+    files: dict[str, ShardFile] = field(hash=False)
+    meta: dict[str, Any] = field(hash=False)
 
     def __post_init__(self) -> None:
+        whole = 0 <= self.step <= MAX_NBYTES
+        _require(whole, "step", f"{self.step} is given; needed is a whole number from 0 to 2^50")
         _check_files(self.files)
         for name, entry in self.entries.items():
             _check_entry(name, entry, self.files)
@@ -129,7 +133,7 @@ class Manifest:
         `meta` is not plain JSON.
         """
         try:
-            return seal_json({"format": FORMAT, "version": VERSION, **asdict(self)})
+            return seal_json({**CHECKPOINT.header, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"meta is not plain JSON: {error}",
@@ -141,38 +145,41 @@ class Manifest:
     def parse(cls, text: str) -> "Manifest":
         """Returns the manifest in `text`. Raises CheckpointError for anything else."""
         try:
-            body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-            found = checksum(body) if isinstance(body, dict) else ""
+            document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+            found = checksum(document) if isinstance(document, dict) else ""
         except (ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"it is not JSON as meshwright writes it: {error}", fix=DAMAGED_FIX, location=MANIFEST_FILE
             ) from error
-        body = _fields(body, MANIFEST_FILE, ("format", "version"), others=True)
-        _require(body["format"] == FORMAT, "format", f"{body['format']!r} is given; needed is {FORMAT!r}")
-        version = body["version"]
+        try:
+            body = CHECKPOINT.contents(document, MANIFEST_FILE)
+        except PlanError as error:
+            raise CheckpointError.from_diagnostics(error.diagnostics) from error
         _require(
-            version == VERSION and type(version) is int,
-            "version",
-            f"version {version!r} is unknown; this meshwright reads {VERSION}",
+            body.pop("sha256", "") == found,
+            "sha256",
+            "the manifest's own checksum differs: bit-flipped or edited",
         )
-        body = _fields(
-            body, MANIFEST_FILE, ("format", "version", "step", "entries", "files", "meta", "sha256")
+        return checked_json(body, cls, MANIFEST_FILE)
+
+
+def checked_json(
+    document: Mapping[str, Any], kind: type[JsonT], location: str, path: tuple[str, ...] = ()
+) -> JsonT:
+    """Returns `document`, found under the keys `path` of the file `location`, as an object of the dataclass
+    `kind`, whose fields say which keys and types it has.
+
+    Raises CheckpointError for anything else.
+    """
+    check = SchemaCheck(location)
+    found = check.convert(document, kind, path)
+    if check.diagnostics:
+        problems = (
+            f"{diagnostic.location.removeprefix(f'{location}: ')[:200]}: {diagnostic.problem[:500]}"
+            for diagnostic in check.diagnostics[:3]
         )
-        _require(
-            body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited"
-        )
-        return cls(
-            step=_whole_number(body["step"], "step"),
-            entries={
-                name: _entry(value, f"entries.{name}")
-                for name, value in _mapping(body["entries"], "entries").items()
-            },
-            files={
-                name: _shard(value, f"files.{name}")
-                for name, value in _mapping(body["files"], "files").items()
-            },
-            meta=_mapping(body["meta"], "meta"),
-        )
+        raise CheckpointError("; ".join(problems), fix=DAMAGED_FIX, location=location)
+    return found
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -315,66 +322,6 @@ def _overlap(a: StoredSlice, b: StoredSlice) -> bool:
 
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     return prod(shape) * ITEMSIZE[dtype]
-
-
-def _entry(value: Json, where: str) -> TensorEntry:
-    body = _fields(value, where, ("shape", "dtype", "slices"))
-    boxes = [
-        _fields(box, f"{where}.slices", ("file", "key", "start", "shape"))
-        for box in _list(body["slices"], where)
-    ]
-    slices = [
-        StoredSlice(
-            _text(b["file"], where),
-            _text(b["key"], where),
-            _sizes(b["start"], where),
-            _sizes(b["shape"], where),
-        )
-        for b in boxes
-    ]
-    return TensorEntry(_sizes(body["shape"], where), _text(body["dtype"], where), tuple(slices))
-
-
-def _shard(value: Json, where: str) -> ShardFile:
-    body = _fields(value, where, ("nbytes", "sha256"))
-    return ShardFile(_whole_number(body["nbytes"], where), _text(body["sha256"], where))
-
-
-def _fields(value: Json, where: str, keys: tuple[str, ...], *, others: bool = False) -> dict[str, Json]:
-    body = _mapping(value, where)
-    missing = [key for key in keys if key not in body]
-    unknown = [] if others else sorted(set(body) - set(keys))
-    _require(not missing, where, f"missing: {', '.join(missing)}")
-    _require(not unknown, where, f"unknown: {', '.join(map(repr, unknown[:3]))}")
-    return body
-
-
-def _mapping(value: Json, where: str) -> dict[str, Json]:
-    if isinstance(value, dict):
-        return value
-    raise _refusal(where, "an object is needed")
-
-
-def _list(value: Json, where: str) -> list[Json]:
-    if isinstance(value, list):
-        return value
-    raise _refusal(where, "a list is needed")
-
-
-def _text(value: Json, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    raise _refusal(where, "a string is needed")
-
-
-def _whole_number(value: Json, where: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
-        return value
-    raise _refusal(where, "a whole number from 0 to 2^50 is needed")
-
-
-def _sizes(value: Json, where: str) -> tuple[int, ...]:
-    return tuple(_whole_number(size, where) for size in _list(value, where))
 
 
 def _require(true: bool, where: str, otherwise: str) -> None:

@@ -5,18 +5,19 @@ All ranks verify the folder together (`distributed_verification`), so all load t
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Never
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import (
+    best_step,
     list_step_folders,
     mark_best,
     retire_later_checkpoints,
@@ -33,6 +34,7 @@ from meshwright.run.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     Manifest,
+    checked_json,
     read_manifest,
 )
 from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
@@ -43,10 +45,30 @@ MODEL_PREFIXES = (
     "model/",
     "buffer/",
 )  # these must match the model; the rest depends on the plan
-META_TYPES: dict[str, type] = {
-    **{"plan": dict, "plan_hash": str, "data": str, "torch": str},
-    **{"eval_history": dict, "reduction_transports": dict},
-}
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a run saves in a checkpoint besides tensors; checkpoints of `Trainer.save` lack most of it.
+
+    `reduction_transports` are those that the function of this name returned.
+    """
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    plan_hash: str = ""
+    data: str = ""
+    torch: str = ""
+    eval_history: EvalHistory = field(default_factory=EvalHistory)
+    reduction_transports: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tables = self.plan.get("strategies", [])
+        if not isinstance(tables, list) or not all(
+            isinstance(table, dict) and isinstance(table.get("name"), str) for table in tables
+        ):
+            raise CheckpointError(
+                "needed is a list of tables with a name", fix=DAMAGED_FIX, location="meta.plan.strategies"
+            )
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,7 @@ class ResumeResult:
 
 
 def resume(
-    executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None
+    executor: StepExecutor, plan: Plan, world: World, data_digest: str, step: int | None = None
 ) -> ResumeResult:
     """Loads the newest valid checkpoint of the run's folder (or that of `step`) on every rank.
 
@@ -75,6 +97,8 @@ def resume(
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
     consensus = consensus_for_load(world, "the run does not resume")
+    if world.rank == 0:
+        best_step(folder)  # refuses a file of another version before a step is trained
     manifest = (
         _find_newest(folder, executor, consensus, notes)
         if step is None
@@ -82,12 +106,11 @@ def resume(
     )
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
-    meta = manifest.meta
+    saved = saved_run(manifest, step_folder(folder, manifest.step))
     changes = [
-        *_changes(meta, plan, data_digest),
-        *_transport_changes(meta, reduction_transports(plan, world)),
+        *_changes(saved, plan, data_digest),
+        *_transport_changes(saved.reduction_transports, reduction_transports(plan, world)),
     ]
-    eval_history = EvalHistory.from_saved(meta.get("eval_history"))
     if world.rank == 0:
         if changes and step is not None:
             retired = retire_later_checkpoints(folder, step)
@@ -96,12 +119,14 @@ def resume(
                 if retired
                 else []
             )
-        mark_best(folder, eval_history.best_step, eval_history.best_loss)
+        mark_best(folder, saved.eval_history.best_step, saved.eval_history.best_loss)
     executor.load_state_dict(
         open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
     )
     return ResumeResult(
-        executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), eval_history
+        executor.steps_done,
+        (f"resumed from step {executor.steps_done}", *notes, *changes),
+        saved.eval_history,
     )
 
 
@@ -119,7 +144,7 @@ def check_checkpoints_usable(plan: Plan) -> None:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest.files)
-            check_meta(manifest, path)
+            saved_run(manifest, path)
             theirs = {
                 name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
             }
@@ -133,7 +158,7 @@ def check_checkpoints_usable(plan: Plan) -> None:
 
 
 def _find_newest(
-    folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]
+    folder: Path, executor: StepExecutor, consensus: RankConsensus, notes: list[str]
 ) -> Manifest | None:
     path, manifest, rejected = newest_valid_on_all_ranks(
         folder, consensus, lambda manifest, path: _check_resumable(manifest, executor, path)
@@ -159,7 +184,7 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     raise PlanError(text, fix=fix, location=str(folder))
 
 
-def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
+def _find_requested(folder: Path, executor: StepExecutor, consensus: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
     def require_folder() -> bytes:
@@ -184,43 +209,25 @@ def checkpoint_steps_fix(folder: Path) -> str:
     )
 
 
-def _check_resumable(manifest: Manifest, executor: Executor, path: Path) -> None:
-    check_meta(manifest, path)
+def _check_resumable(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
+    saved_run(manifest, path)
     check_model(manifest, executor, path)
 
 
-def check_meta(manifest: Manifest, path: Path) -> None:
-    """Raises CheckpointError unless `meta` in the `manifest` of the checkpoint in `path` is what a run saves.
+def saved_run(manifest: Manifest, path: Path) -> SavedRun:
+    """Returns what a run saved in the `manifest` of the checkpoint in `path`; what others saved is left out.
 
-    Checksums do not show this: whoever edits a manifest can compute its checksum. A key may be absent.
+    Raises CheckpointError for values of other types. Checksums do not show these: whoever edits a manifest
+    can compute its checksum.
     """
-    meta: Mapping[str, Any] = manifest.meta
-    wrong = [
-        f"meta.{key} is {_json_type(meta[key])}; needed is {_json_type(kind())}"
-        for key, kind in META_TYPES.items()
-        if key in meta and type(meta[key]) is not kind
-    ]
-    if not wrong:
-        tables = meta.get("plan", {}).get("strategies", [])
-        named = type(tables) is list and all(
-            type(table) is dict and type(table.get("name")) is str for table in tables
-        )
-        wrong += [] if named else ["meta.plan.strategies is not a list of objects with a name"]
-        transports = meta.get("reduction_transports", {}).values()
-        texts = all(type(transport) is str for transport in transports)
-        wrong += [] if texts else ["meta.reduction_transports holds other values than strings"]
-    if wrong:
-        raise CheckpointError("; ".join(wrong), fix=DAMAGED_FIX, location=f"{path}/{MANIFEST_FILE}")
+    known = {item.name for item in fields(SavedRun)}
+    meta = {key: value for key, value in manifest.meta.items() if key in known}
+    return checked_json(meta, SavedRun, f"{path}/{MANIFEST_FILE}", ("meta",))
 
 
-def _json_type(value: object) -> str:
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
-def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
+def check_model(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
     """Raises CheckpointError unless `manifest` of the checkpoint in `path` is of the model of `executor`."""
-    mine = {f"model/{weight.name}": weight.shape for weight in executor.plan.model_spec.params}
+    mine = {f"model/{weight.name}": weight.shape for weight in executor.state.plan.model_spec.params}
     mine |= {
         name: tuple(tensor.shape)
         for name, tensor in executor.state_dict().items()
@@ -237,16 +244,16 @@ def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
         raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, location=str(path))
 
 
-def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
-    if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
+def _changes(saved: SavedRun, plan: Plan, data_digest: str) -> list[str]:
+    if saved.plan_hash == plan.hash and saved.data == data_digest:
         return []
     changed = sorted(
         _describe_differences(
-            _name_strategies(meta.get("plan", {})), _name_strategies(json.loads(json.dumps(plan.as_dict())))
+            _name_strategies(saved.plan), _name_strategies(json.loads(json.dumps(plan.as_dict())))
         )
     )  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
-    return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
+    return words + (["the data changed since that checkpoint"] if saved.data != data_digest else [])
 
 
 def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
@@ -255,7 +262,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
 
     Sums of two ranks have one order and are left out. All ranks call this: it may create groups.
     """
-    moves = [move for action in plan.actions for move in action.transfers]
+    moves = [move for action in plan.for_rank(0).actions for move in action.transfers]
     sums = {
         (move.axes, among)
         for move in moves
@@ -266,8 +273,7 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
     return {name: group.transport for name, group in groups.items() if group.size > 2}
 
 
-def _transport_changes(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
-    before = meta.get("reduction_transports", {})
+def _transport_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     changed = [
         (axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier
     ]

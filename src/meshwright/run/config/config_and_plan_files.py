@@ -14,8 +14,8 @@ left to resolve.
     name = "ddp"
 
 A file without `strategies` uses the default strategies of its mesh; `strategies = []` uses none. A plan file
-adds `plan_hash` and `version`. All diagnostics of a file and of the overrides are reported at once, with
-dotted key and location.
+adds its format and version, `plan_hash`, and the `meshwright` that wrote it. All diagnostics of a file and of
+the overrides are reported at once, with dotted key and location.
 
 Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer,
 evaluate.source, and paths of .csv and .py files in a strategy, are relative to the folder of the file (in
@@ -61,6 +61,7 @@ from meshwright.plan.job.errors import (
     suggest_name,
 )
 from meshwright.plan.job.field_constraints import field_diagnostics, without_wrong_values
+from meshwright.plan.job.file_format import PLAN
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
 from meshwright.plan.strategy_compatibility import suggest_strategy
@@ -181,7 +182,7 @@ def _name(item: Any, otherwise: str) -> str:
 
 StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
 FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a string of a strategy that names a file
-EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
+EXTRA_KEYS = ("plan_hash", "meshwright")  # written by a plan file
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,8 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         cluster=_resolve_source(
             values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
         ),
-        extra={key: values[key] for key in EXTRA_KEYS if key in values},
+        # another plan has another hash
+        extra={key: values[key] for key in EXTRA_KEYS[1 if overrides else 0 :] if key in values},
         strategy_diagnostics=tuple(wrong),
     )
 
@@ -258,7 +260,7 @@ def write_request(request: PlanRequest, path: Path) -> None:
 
     Raises PlanError when the file cannot be written.
     """
-    text = tomli_w.dumps(request_as_dict(request)).encode()
+    text = tomli_w.dumps(PLAN.header | request_as_dict(request)).encode()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with refuse_write_errors("the file", path, "name a file in a folder that can be written to"):
         try:
@@ -343,7 +345,8 @@ def _parse(path: Path) -> dict[str, Any]:
     if not document:
         fix = "name at least a model and data: [model] source = ..., [data] source = ..."
         raise PlanError("the file is empty: it sets no key", fix=fix, location=where)
-    return document
+    is_plan = not document.keys().isdisjoint((*PLAN.header, *EXTRA_KEYS))
+    return PLAN.contents(document, where) if is_plan else document
 
 
 def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> PlanError:
@@ -357,6 +360,16 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
         fix=fix,
         location=f"{path}:{line}",
     )
+
+
+def strategies_from_tables(
+    tables: Sequence[Mapping[str, Any]], strategies: StrategyTable
+) -> tuple[Strategy, ...]:
+    """Returns the strategies that tables of a config describe. Raises PlanError with all diagnostics."""
+    diagnostics: list[Diagnostic] = []
+    chosen, wrong = _strategies(tables, strategies, SchemaCheck("", diagnostics=diagnostics), Path())
+    raise_diagnostics([*diagnostics, *wrong])
+    return chosen or ()
 
 
 def _strategies(

@@ -1,4 +1,4 @@
-"""Converts the values of a TOML document to frozen dataclasses.
+"""Converts the values of a TOML or JSON document to frozen dataclasses.
 
 The dataclasses are the schema: a field is a key, its annotation is its type, its default is its default.
 This module is the only one that imports pydantic. pydantic answers "is this value of that type"; the rest is
@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, time
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -91,6 +92,10 @@ class SchemaCheck:
 
     def _check_keys(self, value: Any, hint: Any, path: KeyPath) -> Any:
         """`value` without unknown keys, which become diagnostics, and with None where `{}` stands for it."""
+        if isinstance(value, (int, float, str)):
+            return value
+        if isinstance(value, list) and set(map(type, value)) <= {int, float, str}:
+            return value  # a checkpoint's manifest has many such lists
         if isinstance(value, (date, time)):
             self.diagnostics.append(
                 Diagnostic(
@@ -134,6 +139,7 @@ class SchemaCheck:
             self.diagnostics.append(_type_diagnostic(found, self.describe_path(place), num_items))
 
 
+@cache
 def _field_hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {item.name: hints[item.name] for item in fields(kind) if item.init}

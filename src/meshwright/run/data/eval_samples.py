@@ -139,24 +139,6 @@ class EvalHistory:
     reference_loss: float | None = None
     num_without_gain: int = 0
 
-    @classmethod
-    def from_saved(cls, saved: Any) -> "EvalHistory":
-        """Returns the history that `as_dict` saved in a checkpoint; an empty one for anything else."""
-        known = {
-            "digest": str,
-            "best_loss": float,
-            "best_step": int,
-            "reference_loss": float,
-            "num_without_gain": int,
-        }
-        if not isinstance(saved, dict) or saved.keys() != known.keys():
-            return cls()
-        fits = all(
-            isinstance(saved[key], kind) or (saved[key] is None and kind is float)
-            for key, kind in known.items()
-        )
-        return cls(**saved) if fits else cls()
-
     def as_dict(self) -> dict[str, Any]:
         """Returns the history as plain values."""
         return asdict(self)

@@ -7,7 +7,7 @@ memory.
                                vocabularies
         document_starts.bin    where each document begins, and the end: int64
         label_mask.bin         conversations only: which tokens have labels, one byte each
-        meta.json              the lengths, the dtype of the ids, and the sha256 of the contents
+        meta.json              the format, the lengths, the dtype of the ids, and the sha256 of the contents
       3f9a...c1.partial-77/    being written, or left behind by a killed process
 
 A folder appears by one rename, so a reader sees all of it or nothing. If several ranks start at once, one
@@ -25,14 +25,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import TOKEN_CACHE
 from meshwright.run.data.token_dataset import EncodedDocument
 
-CACHE_VERSION = 1
 ARRAY_DTYPES = {
     "tokens": "",
     "document_starts": "<i8",
@@ -71,7 +71,7 @@ def open_token_cache(
 
     `vocab_size` decides the dtype of the ids. Exceptions of `documents()` propagate, and nothing is kept.
     """
-    place = cache / sha256(f"{CACHE_VERSION} {vocab_size} {key}".encode()).hexdigest()[:32]
+    place = cache / sha256(f"{TOKEN_CACHE.version} {vocab_size} {key}".encode()).hexdigest()[:32]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(place.with_suffix(".lock")):
@@ -104,7 +104,7 @@ def _build(place: Path, size: int, documents: Iterable[EncodedDocument]) -> None
     partial.mkdir()
     try:
         meta = _write(partial, np.dtype("<u2" if size <= UINT16_VOCAB else "<u4"), documents)
-        (partial / META_FILE).write_text(json.dumps(meta), encoding="ascii")
+        (partial / META_FILE).write_text(json.dumps(TOKEN_CACHE.header | meta), encoding="ascii")
         if place.exists():  # of another version of the files, or damaged
             shutil.rmtree(place)
         with suppress(
@@ -146,19 +146,24 @@ def _write(
     }
 
 
+def _read_meta(place: Path) -> dict[str, Any]:
+    path = place / META_FILE
+    return TOKEN_CACHE.contents(json.loads(path.read_text(encoding="ascii")), str(path))
+
+
 def _is_complete(place: Path) -> bool:
     try:
-        meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
+        meta = _read_meta(place)
         sizes = {
             name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in ARRAY_DTYPES.items()
         }
         return all((place / f"{name}.bin").stat().st_size == size for name, size in sizes.items() if size)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, PlanError):
         return False
 
 
 def _open(place: Path) -> TokenCache:
-    meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
+    meta = _read_meta(place)
 
     def map_array(name: str) -> np.ndarray:
         kind = np.dtype(ARRAY_DTYPES[name] or meta["width"])

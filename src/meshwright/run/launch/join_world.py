@@ -17,7 +17,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.current_world import gpu_of_rank, own_device
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import CollectiveError, Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -71,9 +71,9 @@ def join_world(
         yield world
 
 
-def _abandon() -> None:
+def _abandon(diagnosis: CollectiveError) -> None:
     """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
-    logger.error("another rank has failed, and this one is stuck: it is ended")
+    logger.error("another rank has failed, and this one is stuck: it is ended. %s", diagnosis)
     os._exit(1)
 
 
@@ -124,22 +124,25 @@ def _broadcast_text(world: World, text: str) -> str:
     return bytes(letters.tolist()).decode("ascii")
 
 
-def check_same_plan(world: World, plan: Plan) -> None:
-    """Returns when every rank of `world` has `plan`. Raises PlanError on all ranks otherwise: they would
-    wait forever.
+def check_same_plan(world: World, plan: Plan, data_digest: str) -> None:
+    """Returns when every rank of `world` has `plan` and data of `data_digest`.
+
+    Raises PlanError on all ranks otherwise: ranks of other plans would wait forever, ranks of other data
+    would train on samples that no single device sees.
     """
-    words = sha256(f"{plan.hash} {plan.run}".encode()).digest()
+    words = sha256(f"{plan.hash} {plan.run}".encode()).digest() + sha256(data_digest.encode()).digest()
     mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(world.device)
     group = world.group(AXES)
     gathered = mine.new_empty(group.size * mine.numel())
     group.all_gather(gathered, mine, action="START").wait()
-    others = [
-        rank
-        for rank, line in zip(group.ranks, gathered.view(group.size, -1), strict=True)
-        if not line.equal(gathered[: len(mine)])
-    ]
-    if others:
-        text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
-        raise PlanError(
-            text, fix="start every rank with the same file and the same overrides", location="plan"
-        )
+    plans, data = gathered.view(group.size, 2, -1).unbind(1)
+    for what, digests, fix in (
+        ("another plan or [run]", plans, "start every rank with the same file and the same overrides"),
+        ("other data", data, "give every host the same files, in the same order"),
+    ):
+        others = [
+            str(rank) for rank, line in zip(group.ranks, digests, strict=True) if not line.equal(digests[0])
+        ]
+        if others:
+            text = f"rank {', '.join(others)} was started with {what} than rank 0"
+            raise PlanError(text, fix=fix, location="plan")

@@ -36,10 +36,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from meshwright.comm.watchdog.process_identity import HostProcess, host_id
 from meshwright.plan.job.errors import PlanError, refuse_special_files, refuse_write_errors
+from meshwright.plan.job.file_format import RUN_OWNER
 
 ATTEMPTS = "attempts"
 UNCLAIMED = "unclaimed"  # failures of ranks of another launcher that rank 0 has not told their attempt
@@ -90,8 +90,8 @@ class Owner:
     @classmethod
     def from_json(cls, text: bytes) -> "Owner | None":
         """Returns the owner that was written as JSON; None for anything else."""
-        with suppress(ValueError, TypeError, KeyError, OverflowError, OSError):
-            said: dict[str, Any] = json.loads(text)
+        with suppress(ValueError, TypeError, KeyError, OverflowError, OSError, PlanError):
+            said = RUN_OWNER.contents(json.loads(text), OWNER_FILE)
             datetime.fromtimestamp(float(said["since"]))  # raises for a time that is none
             return cls(
                 str(said["host"]),
@@ -146,7 +146,9 @@ def _claim(folder: Path) -> Attempt:
     prepared = folder / ATTEMPTS / f".claim-{secrets.token_hex(4)}"
     prepared.mkdir(parents=True)
     try:
-        (prepared / OWNER_FILE).write_text(json.dumps(asdict(Owner.current())) + "\n", encoding="utf-8")
+        (prepared / OWNER_FILE).write_text(
+            json.dumps(RUN_OWNER.header | asdict(Owner.current())) + "\n", encoding="utf-8"
+        )
         while True:
             newest = Attempt(folder, max(_attempt_numbers(folder), default=0))
             if newest.number:

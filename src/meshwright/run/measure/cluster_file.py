@@ -1,6 +1,7 @@
 """Reads and writes cluster.toml: the links as `meshwright bench network` measured them.
 
-    version, date, machine, torch, transport     what was measured, when and where
+    format, version                              of the file: plan/job/file_format.py
+    date, machine, torch, transport              what was measured, when and where
     ranks_per_host                               ranks on each host; 0: all on one
     [fit_error]                                  the prediction error at sizes that were not fitted
     [network]                                    the model of the links: plan/hardware/network_model.py
@@ -22,6 +23,7 @@ from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.network_model import LinkCost
 from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.file_format import CLUSTER
 from meshwright.run.measure.profile_files import parse_measurements, read_toml, write_lines
 from meshwright.run.telemetry.run_info import processor_name
 
@@ -49,7 +51,7 @@ def read_cluster(path: Path) -> Cluster:
             fix="pass it with --hardware; " + fix,
             location=str(path),
         )
-    return parse_measurements(document, Cluster, path, _names)
+    return parse_measurements(document, Cluster, CLUSTER, path, _names)
 
 
 def write_cluster(cluster: Cluster, path: Path) -> Cluster:
@@ -70,8 +72,8 @@ def _names(cluster: Cluster) -> Iterator[Diagnostic]:
 
 
 def _lines(cluster: Cluster) -> Iterator[str]:
-    for key in ("version", "date", "machine", "torch", "transport", "ranks_per_host"):
-        yield f"{key} = {json.dumps(vars(cluster)[key], ensure_ascii=False)}"
+    for key in (*CLUSTER.header, "date", "machine", "torch", "transport", "ranks_per_host"):
+        yield f"{key} = {json.dumps((CLUSTER.header | vars(cluster))[key], ensure_ascii=False)}"
     yield (
         "\n[fit_error]  # median relative error at sizes that were not fitted: of the model, "
         "and with what was measured nearby"

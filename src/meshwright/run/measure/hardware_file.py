@@ -32,6 +32,7 @@ from typing import Any
 
 from meshwright.plan.hardware.device_specs import DTYPES, DeviceSpec, find_device, known_devices
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.job.file_format import DEVICE_PROFILE
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
 from meshwright.planner.machine.machine import Machine, make_machine
@@ -128,7 +129,7 @@ def read_machine(hardware: str, count: int) -> Machine:
     path = Path(hardware)
     document = read_toml(path, DEVICE_FIX)
     if isinstance(document.get("device"), str):
-        profile = parse_measurements(document, DeviceProfile, path)
+        profile = parse_measurements(document, DeviceProfile, DEVICE_PROFILE, path)
         device = measured_device(profile)
         return Machine(device, count, measured_rates(profile, device))
     if "device" not in document:
@@ -187,7 +188,7 @@ def find_profile(hardware: str) -> DeviceProfile | None:
     path = Path(hardware)
     document = read_toml(path, DEVICE_FIX)
     if isinstance(document.get("device"), str):
-        return parse_measurements(document, DeviceProfile, path)
+        return parse_measurements(document, DeviceProfile, DEVICE_PROFILE, path)
     table = document.get("device")
     file = table.get("measured") if isinstance(table, dict) else None
     return read_profile(path.parent / file) if isinstance(file, str) and file else None

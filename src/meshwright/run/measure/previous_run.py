@@ -19,11 +19,18 @@ from statistics import median
 from types import UnionType
 from typing import Any, NamedTuple
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_special_files
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    refuse_special_files,
+)
+from meshwright.plan.job.file_format import METRICS, RUN_INFO, TRACE, FileFormat
 from meshwright.run.telemetry.chrome_trace import TRACE_FOLDER as TRACES
+from meshwright.run.telemetry.metrics_log import METRICS_FILE
 from meshwright.run.telemetry.run_info import RUN_INFO_FILE as ABOUT
 
-METRICS_FILE = "metrics.jsonl"
 MIN_STEPS = 10  # steps, without the first
 EQUAL_COLLECTIVES = (
     "all_reduce",
@@ -122,12 +129,15 @@ def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
     return ""
 
 
-def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any:
+def _json(
+    text: str, path: Path, file_format: FileFormat, fix: str, diagnostics: list[Diagnostic]
+) -> dict[str, Any] | None:
     try:
-        return json.loads(text)
+        document = json.loads(text)
     except ValueError as error:
         diagnostics.append(Diagnostic(f"the file cannot be read: {error}", fix, str(path)))
-    return None
+        return None
+    return collect_diagnostics(diagnostics, file_format.contents, document, str(path))
 
 
 def _describe_lacking_keys(document: object, needed: Mapping[str, type | UnionType]) -> str:
@@ -142,7 +152,7 @@ def _describe_lacking_keys(document: object, needed: Mapping[str, type | UnionTy
 
 def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
     text = _text(path, "the run has not begun, or is not one of `meshwright train`", diagnostics)
-    about = _json(text, path, "name another run", diagnostics) if text else None
+    about = _json(text, path, RUN_INFO, "name another run", diagnostics) if text else None
     if about is None:
         return ""
     lacking = _describe_lacking_keys(about, {"machine": dict}) or _describe_lacking_keys(
@@ -162,7 +172,10 @@ def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
 
 def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
     found = []
-    for number, line in enumerate(_text(path, "no step was timed", diagnostics).splitlines(), start=1):
+    lines = _text(path, "no step was timed", diagnostics).splitlines()
+    if lines and _json(lines[0], path, METRICS, "name another run", diagnostics) is None:
+        return []
+    for number, line in enumerate(lines[1:], start=2):
         try:
             document = json.loads(line)
         except ValueError:  # the last line of a process that was killed
@@ -190,8 +203,8 @@ def _read_traces(
     shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
         before = len(diagnostics)
-        document = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
-        if len(diagnostics) > before:
+        document = _json(_text(path, "", diagnostics), path, TRACE, RETRACE_FIX, diagnostics)
+        if document is None or len(diagnostics) > before:
             continue
         wrong = _describe_trace_problem(document)
         if wrong:

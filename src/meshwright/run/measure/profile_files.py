@@ -3,7 +3,8 @@ writing is atomic.
 
 device.toml is written by `meshwright bench device` for people, and read by the planner:
 
-    version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
+    format, version                                                 of the file: plan/job/file_format.py
+    date, kind, device, torch, threads, ranks, memory               what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
     matmuls, attention, memory_ops, elementwise_ops, straggler_samples    the measurements:
                                                                     planner/machine/device_profile.py
@@ -23,6 +24,7 @@ from meshwright.plan.job.errors import (
     refuse_special_files,
     refuse_write_errors,
 )
+from meshwright.plan.job.file_format import DEVICE_PROFILE, FileFormat
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.run.config.toml_validation import SchemaCheck
 from meshwright.run.telemetry.atomic_write import replace_file
@@ -56,15 +58,18 @@ def read_toml(path: Path, fix: str) -> dict[str, Any]:
 def parse_measurements(
     document: dict[str, Any],
     kind: type[MeasurementsT],
+    file_format: FileFormat,
     path: Path,
     extra_diagnostics: Callable[[MeasurementsT], Iterable[Diagnostic]] = lambda said: (),
 ) -> MeasurementsT:
-    """Returns the measurements of type `kind` in `document`, read from `path`.
+    """Returns the measurements of type `kind` in `document`, a file of `file_format` read from `path`.
 
-    Raises PlanError with their diagnostics, and those of `extra_diagnostics`.
+    Raises PlanError for another format or version, or with their diagnostics and those of
+    `extra_diagnostics`.
     """
     diagnostics: list[Diagnostic] = []
-    measurements = SchemaCheck(str(path), diagnostics=diagnostics).convert(document, kind, ())
+    contents = file_format.contents(document, str(path))
+    measurements = SchemaCheck(str(path), diagnostics=diagnostics).convert(contents, kind, ())
     if measurements is not None and not diagnostics:
         diagnostics += [
             replace(diagnostic, location=f"{path}: {diagnostic.location}")
@@ -101,6 +106,7 @@ def read_profile(path: Path) -> DeviceProfile:
     return parse_measurements(
         read_toml(path, "measure the device first: meshwright bench device --out device.toml"),
         DeviceProfile,
+        DEVICE_PROFILE,
         path,
     )
 
@@ -115,7 +121,7 @@ def write_profile(profile: DeviceProfile, path: Path) -> DeviceProfile:
 
 
 def _lines(profile: DeviceProfile) -> Iterator[str]:
-    for key, value in vars(profile).items():
+    for key, value in (DEVICE_PROFILE.header | vars(profile)).items():
         if key not in TABLE_COMMENTS and not key.startswith("_"):
             yield f"{key} = {_toml_value(value)}"
     for key, comment in TABLE_COMMENTS.items():

@@ -17,7 +17,8 @@ from meshwright.comm.allreduce.size_rule import AUTO, SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.job.file_format import PLAN
+from meshwright.plan.sharding.mesh import Mesh, axes_with
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
 from meshwright.run.measure.cluster_file import describe_machine, read_cluster
@@ -100,8 +101,8 @@ def _mismatch_warnings(cluster: Cluster, path: str) -> Iterator[str]:
         )
 
 
-def _axes(fields: dict[str, Any]) -> tuple[str, str]:
-    return fields.get("axis", "dp_replicate"), "cp"
+def _axes(fields: dict[str, Any]) -> tuple[str, ...]:
+    return fields.get("axis", "dp_replicate"), *axes_with("tokens")
 
 
 def _resumed_rule(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
@@ -112,6 +113,7 @@ def _resumed_rule(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # resuming says what is wrong with it
+    document = PLAN.contents(document, str(path))
     mine = {key: value for key, value in _strategy_fields(strategy).items() if key != "algorithm"}
     sizes = document.get("mesh", {})
     if any(sizes.get(axis, 1) != mesh.size(axis) for axis in _axes(mine)):

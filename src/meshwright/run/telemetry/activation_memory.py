@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.tensors.pytree import tree_tensors
 
 
@@ -37,13 +37,13 @@ class ActivationRecorder:
         self._lasting: set[int] = set()  # storages of parameters and buffers
 
     @contextmanager
-    def recording(self, executor: Executor) -> Iterator[None]:
+    def recording(self, executor: StepExecutor) -> Iterator[None]:
         """Context manager around a step of `executor`: records its activations."""
         self.peak_nbytes, trained = 0, executor.state.trained_module
         lasting = [*trained.module.parameters(), *trained.module.buffers(), *trained.parameters.values()]
         self._lasting = {storage._cdata for storage in map(_storage, lasting) if storage is not None}
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda saved: saved)
-        with executor.observe_block_outputs(self._note_outputs), hooks:
+        with executor.state.driver.use_output_observer(self._note_outputs), hooks:
             yield
         self._live.clear()
 

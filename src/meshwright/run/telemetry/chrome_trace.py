@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
+from meshwright.plan.job.file_format import TRACE
 from meshwright.run.telemetry.atomic_write import replace_file
 
 TRACE_FOLDER = "trace"
@@ -119,6 +120,7 @@ class StepTracer:
         splits = {str(step): split_by_part(spans, phases) for step, (spans, phases) in self._recorded.items()}
         events = [event for step in self._recorded for event in self._events(step)]
         document = {
+            **TRACE.header,
             "displayTimeUnit": "ms",
             "otherData": {"rank": self._rank, "device": str(self._device), "seconds": splits},
             "traceEvents": [*self._names(events), *events],

@@ -1,7 +1,8 @@
 """The metrics of a run as JSON lines, and the check that a resumed run repeats them.
 
-A line without `kind` is a global step. "evaluation" is a loss on held-out samples after a step; "spike" is a
-step that the loss guard judged harmful, with what each rank's samples did.
+The first line names format and version ("header"). A line without `kind` is a global step. "evaluation" is a
+loss on held-out samples after a step; "spike" is a step that the loss guard judged harmful, with what each
+rank's samples did.
 
 After a kill, a run resumes from its last checkpoint and repeats some steps whose lines are in the file
 already. A repeated step must give a bit-identical loss and gradient norm, an evaluation the same loss;
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.file_format import METRICS
 
-STEP, EVALUATION, SPIKE = "", "evaluation", "spike"
+METRICS_FILE = "metrics.jsonl"
+HEADER, STEP, EVALUATION, SPIKE = "header", "", "evaluation", "spike"
 EXACT_KEYS = {
     STEP: ("loss", "grad_norm", "tokens"),
     EVALUATION: ("loss", "tokens"),
@@ -56,15 +59,18 @@ class MetricsLog:
     """`metrics.jsonl` in the run's folder, written by rank 0. `known_lines` are the lines of an earlier
     start, by kind and step.
 
-    Raises PlanError when a complete line of the file is not a line of metrics.
+    Raises PlanError when the file has another format or version, or a complete line of it is not a line of
+    metrics.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS_FILE
         self.known_lines = self._read()
         self.replay = ReplayCheck()
         self._file = self.path.open("a", encoding="ascii")
+        if not self._file.tell():
+            self._append({"kind": HEADER, **METRICS.header})
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line. If the line was written before, compares both, and appends the new one only if it
@@ -78,6 +84,9 @@ class MetricsLog:
             if all(repr(old[key]) == repr(line[key]) for key in _exact(line)):  # repr: a NaN equals a NaN
                 return
             self.replay.first_difference = self.replay.first_difference or (old, line)
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
@@ -92,11 +101,18 @@ class MetricsLog:
         end = raw.rfind(b"\n") + 1
         if end < len(raw):  # the kill came in the middle of a line
             os.truncate(self.path, end)
-        lines = (
-            _line(text, f"{self.path}:{number}")
-            for number, text in enumerate(raw[:end].splitlines(), start=1)
-        )
-        return {_key(line): line for line in lines}
+        return {_key(line): line for line in read_metrics(self.path)}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the file `path` without its header.
+
+    Raises PlanError for another format or version, and for a line that is not one of metrics.
+    """
+    lines = path.read_bytes().splitlines()
+    if lines:
+        METRICS.contents(_object(lines[0]), f"{path}:1")
+    return [_line(text, f"{path}:{number}") for number, text in enumerate(lines[1:], start=2)]
 
 
 def _key(line: dict[str, Any]) -> tuple[str, int]:
@@ -107,11 +123,15 @@ def _exact(line: dict[str, Any]) -> tuple[str, ...]:
     return EXACT_KEYS[line.get("kind", STEP)]
 
 
-def _line(text: bytes, where: str) -> dict[str, Any]:
+def _object(text: bytes) -> object:
     try:
-        line = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        line = None
+        return None
+
+
+def _line(text: bytes, where: str) -> dict[str, Any]:
+    line = _object(text)
     kind = str(line.get("kind", STEP)) if isinstance(line, dict) else ""
     if not isinstance(line, dict) or kind not in EXACT_KEYS or not {"step", *EXACT_KEYS[kind]} <= line.keys():
         what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"

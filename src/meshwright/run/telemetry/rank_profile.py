@@ -23,8 +23,9 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.step_profiler import StepProfiler
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.hardware.device_specs import peak_flops
+from meshwright.plan.job.file_format import RANK_USAGE
 from meshwright.plan.plan import Plan
 from meshwright.run.telemetry.activation_memory import ActivationRecorder
 from meshwright.run.telemetry.atomic_write import replace_file
@@ -43,7 +44,7 @@ def rank_usage_path(folder: Path, rank: int) -> Path:
 class RankUsage:
     """Records what one rank uses from its current step to step `last`."""
 
-    def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
+    def __init__(self, executor: StepExecutor, plan: Plan, world: World, last: int) -> None:
         self._executor, self._plan, self._world = executor, plan, world
         folder, first = Path(plan.run.folder), executor.steps_done
         self._path = rank_usage_path(folder, world.rank)
@@ -120,6 +121,7 @@ class RankUsage:
         if self._activation_recorder.peak_nbytes is not None:
             memory["activations"] = self._activation_recorder.peak_nbytes
         return {
+            **RANK_USAGE.header,
             "rank": self._world.rank,
             "device": device_name(device),
             "steps": self._steps,

@@ -1,8 +1,9 @@
 """Writes `run_info.json` into the run's folder: what the run is, for readers without the model or the data.
 
+    format, version      of this file
     hash, mesh, world    the hash of the plan, its mesh as text, the number of ranks
     summary              the plan as text, as `meshwright plan` shows it
-    program              the actions of every role
+    program              the ranks and actions of every role
     prediction           predicted seconds (if hardware was named), and bytes kept and sent
     resident_memory      bytes that a rank of each role keeps all the time, by category
     stages               the block calls of each pipeline stage, in forward order
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 import torch
 
+from meshwright.plan.job.file_format import RUN_INFO
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program_json import program_to_dict
 from meshwright.run.telemetry.atomic_write import replace_file
@@ -44,6 +46,7 @@ def write_run_info(
     block_calls = plan.model_spec.block_calls
     starts = [0, *(block_calls.index(cut) for cut in plan.sharding.split_points), len(block_calls)]
     document: dict[str, Any] = {
+        **RUN_INFO.header,
         "hash": plan.hash,
         "mesh": str(plan.mesh),
         "world": plan.mesh.world_size,
@@ -68,7 +71,7 @@ def write_run_info(
 
 
 def _axes(plan: Plan) -> list[str]:
-    transfers = [move for _, actions in plan.program.roles for action in actions for move in action.transfers]
+    transfers = [move for role in plan.program.roles for action in role.actions for move in action.transfers]
     return sorted({axis for move in transfers for axis in move.axes})
 
 

@@ -25,7 +25,7 @@ from meshwright.engine.forward_backward.evaluation import (
     whole_batch_diagnostics,
 )
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import BROADCAST_DTYPES, MAX_DIMS
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import raise_diagnostics
 
@@ -35,7 +35,7 @@ EvalMetric = Callable[[Any, Batch], tuple[torch.Tensor | float, torch.Tensor | f
 
 
 def gathered_predictions(
-    executor: Executor, batches: Iterable[Batch | None], predict: Predict
+    executor: StepExecutor, batches: Iterable[Batch | None], predict: Predict
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Yields, for each of `batches`, what `predict` returns on each data rank that has samples, in order.
 
@@ -45,7 +45,7 @@ def gathered_predictions(
     """
     state = executor.state
     module, device = state.trained_module.module, state.world.device
-    group = state.world.group(executor.plan.sharding.data_axes)
+    group = state.world.group(executor.state.plan.sharding.data_axes)
     for batch in batches:
         samples = state.trained_module.dummy_batch if batch is None else batch
         samples = {key: value.to(device) for key, value in samples.items()}
@@ -55,7 +55,7 @@ def gathered_predictions(
 
 
 def evaluate_with_metrics(
-    executor: Executor, batches: Iterable[Batch | None], metrics: Mapping[str, EvalMetric]
+    executor: StepExecutor, batches: Iterable[Batch | None], metrics: Mapping[str, EvalMetric]
 ) -> Evaluation:
     """Returns the loss over `batches` and the `metrics`: sums over all samples, each divided by its count.
 

@@ -19,7 +19,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import empty_loss_error
 from meshwright.plan.job.timeouts import RunPhase
 from meshwright.plan.plan import Plan
@@ -70,7 +70,7 @@ class TrainResult:
 
 
 def train_loop(
-    executor: Executor,
+    executor: StepExecutor,
     plan: Plan,
     batches: LocalBatches | PrefetchedBatches,
     world: World,
@@ -133,7 +133,11 @@ def train_loop(
 
 
 def save_run_checkpoint(
-    executor: Executor, plan: Plan, world: World, data_digest: str, eval_history: EvalHistory | None = None
+    executor: StepExecutor,
+    plan: Plan,
+    world: World,
+    data_digest: str,
+    eval_history: EvalHistory | None = None,
 ) -> Path:
     """Saves the executor's state and the evaluation history as a checkpoint of the run;
     returns its folder.
@@ -149,12 +153,12 @@ def save_run_checkpoint(
     return save_checkpoint(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor, meta, world)
 
 
-def save_checkpoint(folder: Path, executor: Executor, meta: Mapping[str, Any], world: World) -> Path:
+def save_checkpoint(folder: Path, executor: StepExecutor, meta: Mapping[str, Any], world: World) -> Path:
     """Saves the executor's state as a checkpoint in `folder` and returns its path; all ranks call it.
 
     If one rank runs the optimizer for others, it alone has the optimizer state and writes; the others wait.
     """
-    plan, everyone = executor.plan, world.group(AXES)
+    plan, everyone = executor.state.plan, world.group(AXES)
     path = step_folder(folder, executor.steps_done)
     if plan.is_primary_rank(world.rank):
         group = world.group(()) if plan.sharding.primary_rank_axes else everyone
@@ -169,7 +173,7 @@ def save_checkpoint(folder: Path, executor: Executor, meta: Mapping[str, Any], w
 class _TrainLoop:
     def __init__(
         self,
-        executor: Executor,
+        executor: StepExecutor,
         plan: Plan,
         batches: LocalBatches | PrefetchedBatches,
         world: World,

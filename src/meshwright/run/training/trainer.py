@@ -18,7 +18,7 @@ from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
-from meshwright.engine.step.executor import Executor
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.as_batch import check_constants, parse_batch
 from meshwright.model.loss.loss_definition import Batch
@@ -54,7 +54,7 @@ class Trainer:
     def __init__(
         self,
         plan: Plan,
-        executor: Executor,
+        executor: StepExecutor,
         world: World,
         analyzed: AnalyzedModel,
         oom_advisor: AbstractContextManager[object],
@@ -231,7 +231,7 @@ class Trainer:
         """
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
         with self.world.ledger.pause_recording():
-            buffers = gather_full_buffers(self.plan, self.executor.state, "GATHER_FULL")
+            buffers = gather_full_buffers(self.executor.state, "GATHER_FULL")
         if self.world.rank:
             return None
         tensors = {f"model/{name}": value for name, value in parameters.items()}

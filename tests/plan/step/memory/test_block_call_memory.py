@@ -13,6 +13,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import BlockMemory, LinearIn
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Layout, S
 from meshwright.plan.step.memory.block_call_memory import ActivationMemory, activation_memory
@@ -38,6 +39,11 @@ LOADS = (
 WEIGHED = replace(PLAIN, memory=ModelMemory(LOADS, glue=LinearInSamples(7, 1), loss=LinearInSamples(0, 64)))
 
 
+def view_of(model_spec: ModelSpec) -> RankView:
+    """The view of a rank that has the whole model."""
+    return RankView(ShardingPlan.one_device(Mesh(), model_spec), Mesh().coordinate(0))
+
+
 def test_fixed_and_per_sample_bytes_add_up_and_never_go_below_zero():
     line = LinearInSamples(10, 10)
     assert (
@@ -50,9 +56,7 @@ def test_fixed_and_per_sample_bytes_add_up_and_never_go_below_zero():
 
 
 def test_without_measurements_memory_is_elements_in_the_compute_dtype():
-    found = activation_memory(
-        ShardingPlan.one_device(Mesh(), PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3
-    )
+    found = activation_memory(view_of(PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3)
     assert found == {
         "body": ActivationMemory(20 * 3 * 2, 25 * 3 * 2),
         "head": ActivationMemory(8 * 3 * 2, 4 * 3 * 2),
@@ -60,7 +64,7 @@ def test_without_measurements_memory_is_elements_in_the_compute_dtype():
 
 
 def test_measured_memory_is_used_and_glue_lasts_from_the_first_block_call_to_its_backward():
-    found = activation_memory(ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 3)
+    found = activation_memory(view_of(WEIGHED), Job(), 3)
     assert found == {"body": ActivationMemory(240 + 10, 312, 600, 630), "head": ActivationMemory(96, 48)}
 
 
@@ -102,7 +106,7 @@ def test_tensors_of_weight_size_are_sharded_like_the_weights():
         Mesh(tp=2), known, (ParamSharding(BODY), ParamSharding(head, Layout.from_dict({"tp": S(0)})))
     )
     first, second = (
-        activation_memory(sharding.at_coordinate(sharding.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1)
+        activation_memory(RankView(sharding, sharding.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1)
     )
     assert first["body"] == second["body"] == ActivationMemory(240, 312, 600, 630)
     assert first["head"] == ActivationMemory(96, 48 + 24, 12 + 24, 13 + 48)  # three of five words
@@ -111,7 +115,7 @@ def test_tensors_of_weight_size_are_sharded_like_the_weights():
 
 def test_the_program_holds_the_measured_memory():
     actions = single_device_program(
-        ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 2, sequential_stage_calls(WEIGHED.block_calls, 2)
+        view_of(WEIGHED), Job(), 2, sequential_stage_calls(WEIGHED.block_calls, 2)
     ).actions("pp0")
     held = {action.name: {hold.name: hold.nbytes for hold in action.allocations} for action in actions}
     assert held["F(body, 0)"] == {"output(body, 0)": 160 + 9, "saved activations(body, 0)": 212}

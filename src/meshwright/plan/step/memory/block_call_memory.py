@@ -16,13 +16,8 @@ from fractions import Fraction
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.model_spec.op_sizes_and_memory import BlockMemory, LinearInSamples
-from meshwright.plan.sharding.rank_work_share import (
-    BlockShare,
-    block_shares,
-    chunked_head_call,
-    local_fraction,
-)
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.rank_work_share import BlockShare
 
 
 @dataclass(frozen=True)
@@ -50,30 +45,33 @@ class ActivationMemory:
         )
 
 
-def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
+def activation_memory(view: RankView, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
     """Returns the activation memory of every block call on this rank, in microbatches of `num_samples`."""
-    model_spec = sharding.model_spec
+    model_spec = view.model_spec
     width = FLOAT_NBYTES[job.precision.compute]
-    loads = block_memories(sharding.model_spec)
+    loads = block_memories(view.model_spec)
     saved_numels = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
     full_numels = dict(
         zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)
     )
-    param_fractions = _local_param_fractions(sharding) if loads else {}
+    param_fractions = _local_param_fractions(view) if loads else {}
     found = {}
-    for block_call, share in block_shares(sharding).items():
+    for block_call, share in view.work_share.block_shares.items():
         found[block_call] = ActivationMemory(
             share.output_numel * num_samples * width, share.saved_numel * num_samples * width
         )
         if block_call in loads:
-            fractions = local_fraction(sharding, block_call), param_fractions.get(block_call, Fraction(1))
+            fractions = (
+                view.work_share.token_fraction(block_call),
+                param_fractions.get(block_call, Fraction(1)),
+            )
             found[block_call] = _local_memory(
                 loads[block_call], share, full_numels[block_call], *fractions, num_samples
             )
             found[block_call] = replace(
                 found[block_call],
                 saved_nbytes=max(
-                    0, found[block_call].saved_nbytes - _mask_numel(sharding, block_call, num_samples) * width
+                    0, found[block_call].saved_nbytes - _mask_numel(view, block_call, num_samples) * width
                 ),
             )
     if model_spec.memory is not None and found:
@@ -84,20 +82,20 @@ def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dic
     return found
 
 
-def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_samples: int) -> int:
+def loss_scratch_nbytes(view: RankView, job: Job, saved_numel: int, num_samples: int) -> int:
     """Returns the scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
-    model_spec = sharding.model_spec
-    if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
+    model_spec = view.model_spec
+    if model_spec.memory is None or view.plan.logits_layout.axes_with("S"):
         # Float32 at least.
         return saved_numel * max(FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"])
     return round(
-        model_spec.memory.loss.total(num_samples) * local_fraction(sharding, model_spec.block_calls[-1])
+        model_spec.memory.loss.total(num_samples) * view.work_share.token_fraction(model_spec.block_calls[-1])
     )
 
 
-def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> int:
-    sequence_info = sharding.global_plan.model_spec.sequence_info
-    if sharding.sequence_sharding is None or sequence_info is None:
+def _mask_numel(view: RankView, block_call: str, num_samples: int) -> int:
+    sequence_info = view.plan.model_spec.sequence_info
+    if view.plan.sequence_sharding is None or sequence_info is None:
         return 0
     found = 0
     for call in sequence_info.attention_calls:
@@ -108,15 +106,13 @@ def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> in
                 * (num_samples if call.mask.per_sample else 1)
                 * (call.num_heads if call.mask.per_head else 1)
             )
-    return round(found * local_fraction(sharding, block_call))
+    return round(found * view.work_share.token_fraction(block_call))
 
 
-def _local_param_fractions(sharding: ShardingPlan) -> dict[str, Fraction]:
+def _local_param_fractions(view: RankView) -> dict[str, Fraction]:
     local_numel, full_numel = Counter[str](), Counter[str]()
-    head = chunked_head_call(sharding)
-    for param_sharding, logical in zip(
-        sharding.param_shardings, sharding.logical_param_shardings, strict=True
-    ):
+    head = view.work_share.chunked_head_call
+    for param_sharding, logical in zip(view.param_shardings, view.logical_param_shardings, strict=True):
         for block_call in param_sharding.param.block_calls:
             in_loss = (
                 head is not None
