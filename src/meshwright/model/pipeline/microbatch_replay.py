@@ -19,6 +19,12 @@ origin or runs in its own autocast context; objects that are neither tensors nor
 hooks, side channels or inputs other than their arguments; a forward that changes attributes of the model,
 such as a counter. What blocks compute with is checked when a stage is recorded for the first time in a run,
 and not again.
+
+Without it every microbatch would run like the first, with placeholders (stage_forward.py), and be as right.
+The script stays for its speed: without it a step of two ranks with 8 microbatches takes 1.058 x the CPU
+seconds on thin layers (95 % interval 1.031 to 1.072; A/A 1.008, 0.994 to 1.031), and on layers of width 512
+1.011 x (1.004 to 1.022; A/A 1.003, 0.992 to 1.016) under 1F1B and 1.015 x (0.999 to 1.024; A/A 0.994, 0.977
+to 1.012) under GPipe: `toy8` and `large` of benchmarks/pipeline/pipeline_vs_torch.py, 2026-11.
 """
 
 from collections import OrderedDict
