@@ -8,7 +8,6 @@ float64_mode          function mode that turns every cast to float32 into one to
 function_modes        function and dispatch modes over the code between blocks
 inplace_leaf_alias    non-leaf alias of a leaf, which may be written in place
 lazy_mapping          mapping of named tensors that are made on access
-op_tables             torch operations by what they do to the dims of their input
 placeholder           tensor subclass with shape, dtype and device, and no values
 pytree                finds, replaces and copies tensors in nested containers
 select_token_ranges   selects ranges of token positions along a dim

@@ -1,0 +1,327 @@
+"""The functions and classes of the package, and what their annotations say of a name: what a walk reads."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tests.house.source import Function, Source
+
+ITERABLES = ("list", "set", "frozenset", "Sequence", "Iterable", "Iterator", "Generator", "Collection")
+MAPPINGS = ("dict", "Mapping", "defaultdict")
+QUESTIONS = {"property", "cached_property"}
+SAME_TYPE = ("replace", "tuple", "list", "sorted", "reversed", "set", "iter", "frozenset")
+MAX_DEPTH = 10  # of aliases and attributes that are looked up for one type
+
+
+@dataclass(frozen=True)
+class Type:
+    """What an annotation says: a class of the package, the types of a tuple's items, or of all elements."""
+
+    owner: "ClassCode | None" = None
+    items: tuple["Type | None", ...] = ()
+    element: "Type | None" = None
+
+    def item(self, index: int) -> "Type | None":
+        """The type of an item of a tuple, or of any element."""
+        return self.items[index] if -len(self.items) <= index < len(self.items) else self.element
+
+
+class ModuleCode:
+    """A module: its name, and what the names in it stand for."""
+
+    def __init__(self, name: str, tree: ast.Module, modules: Mapping[str, "ModuleCode"]) -> None:
+        self.name, self._modules = name, modules
+        self._imports: dict[str, tuple[str, str]] = {}
+        self._aliases: dict[str, ast.expr] = {}
+        self._code: dict[str, FunctionCode | ClassCode] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                self._imports |= {
+                    alias.asname or alias.name: (node.module, alias.name) for alias in node.names
+                }
+        for node in tree.body:
+            if isinstance(node, Function):
+                self._code[node.name] = FunctionCode(self, node)
+            elif isinstance(node, ast.ClassDef):
+                self._code[node.name] = ClassCode(self, node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                self._aliases[node.targets[0].id] = node.value
+
+    def named(self, name: str, depth: int = 0) -> "FunctionCode | ClassCode | ModuleCode | None":
+        """The code of the package that `name` stands for in this module."""
+        if name in self._code or name not in self._imports or depth > MAX_DEPTH:
+            return self._code.get(name)
+        module, original = self._imports[name]
+        found = self._modules[module].named(original, depth + 1) if module in self._modules else None
+        return found or self._modules.get(f"{module}.{original}")
+
+    def annotated(
+        self, node: ast.expr | None, owner: "ClassCode | None" = None, depth: int = 0
+    ) -> Type | None:
+        """The type that the annotation `node` names, in a class if it has an `owner`."""
+        if depth > MAX_DEPTH:
+            return None
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return self.annotated(ast.parse(node.value, mode="eval").body, owner, depth + 1)
+        if isinstance(node, ast.Name):
+            found = owner if node.id == "Self" else self.named(node.id)
+            if isinstance(found, ClassCode):
+                return Type(found)
+            module, name = self._imports.get(node.id, ("", node.id))
+            there = self._modules.get(module, self)
+            return there.annotated(there._aliases.get(name), owner, depth + 1)
+        if isinstance(node, ast.BinOp):
+            sides = (self.annotated(side, owner, depth + 1) for side in (node.left, node.right))
+            return next((side for side in sides if side), None)
+        if not isinstance(node, ast.Subscript):
+            return None
+        kind = node.value.id if isinstance(node.value, ast.Name) else ""
+        if kind not in ("tuple", *ITERABLES, *MAPPINGS):
+            return None
+        given = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        types = [self.annotated(each, owner, depth + 1) for each in given]
+        if kind == "tuple" and ast.unparse(given[-1]) != "...":
+            return Type(items=tuple(types))
+        return Type(element=types[-1] if kind in MAPPINGS else types[0])
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCode:
+    """A function of a module, or a method of its class `owner`."""
+
+    module: ModuleCode
+    node: Function
+    owner: "ClassCode | None" = None
+
+    @cached_property
+    def decorators(self) -> set[str]:
+        """The names of its decorators, without their arguments."""
+        bare = (each.func if isinstance(each, ast.Call) else each for each in self.node.decorator_list)
+        return {each.attr if isinstance(each, ast.Attribute) else ast.unparse(each) for each in bare}
+
+    @property
+    def result(self) -> Type | None:
+        """The type of what it returns."""
+        return self.module.annotated(self.node.returns, self.owner)
+
+    @property
+    def parameters(self) -> list[ast.arg]:
+        """Its parameters by position, then those by name only."""
+        return [*self.node.args.posonlyargs, *self.node.args.args, *self.node.args.kwonlyargs]
+
+    @property
+    def takes_self(self) -> bool:
+        """Whether its first parameter is the object, or the class."""
+        return self.owner is not None and "staticmethod" not in self.decorators
+
+    def __str__(self) -> str:
+        owner = f"{self.owner.node.name}." if self.owner else ""
+        return f"{self.module.name}: {owner}{self.node.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class ClassCode:
+    """A class of a module."""
+
+    module: ModuleCode
+    node: ast.ClassDef
+
+    @cached_property
+    def methods(self) -> dict[str, FunctionCode]:
+        """Its methods by name, with those of its bases."""
+        found: dict[str, FunctionCode] = {}
+        for base in self._bases:
+            found |= base.methods
+        own = (each for each in self.node.body if isinstance(each, Function))
+        return found | {each.name: FunctionCode(self.module, each, self) for each in own}
+
+    @property
+    def constructor(self) -> FunctionCode | None:
+        """What runs when an object is made; None if that only sets fields."""
+        return self.methods.get("__init__") or self.methods.get("__post_init__")
+
+    def attribute(self, name: str, depth: int) -> Type | None:
+        """The type of an attribute: a property, a field, or what a method assigns."""
+        method = self.methods.get(name)
+        if method is not None and method.decorators & QUESTIONS:
+            return method.result
+        if name in self._fields:
+            return self.module.annotated(self._fields[name], self)
+        for function, value in self._assigned.get(name, ()):
+            return Names(function).type_of(value, depth + 1)
+        return next((found for base in self._bases if (found := base.attribute(name, depth))), None)
+
+    @cached_property
+    def _bases(self) -> list["ClassCode"]:
+        named = (self.module.named(base.id) for base in self.node.bases if isinstance(base, ast.Name))
+        return [each for each in named if isinstance(each, ClassCode) and each is not self]
+
+    @cached_property
+    def _fields(self) -> dict[str, ast.expr]:
+        nodes = [each for each in ast.walk(self.node) if isinstance(each, ast.AnnAssign)]
+        return {ast.unparse(each.target).removeprefix("self."): each.annotation for each in nodes}
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[tuple[FunctionCode, ast.expr]]]:
+        found: dict[str, list[tuple[FunctionCode, ast.expr]]] = {}
+        for method in self.methods.values():
+            for node in (each for each in ast.walk(method.node) if isinstance(each, ast.Assign)):
+                for target, value in matched(node.targets[0], node.value):
+                    if isinstance(target, ast.Attribute):
+                        found.setdefault(target.attr, []).append((method, value))
+        return found
+
+
+def matched(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The parts of a target of an assignment, each with its own part of the value."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        yield from zip(target.elts, value.elts, strict=True)
+    else:
+        yield target, value
+
+
+class Names:
+    """The names of one function: their types, and which of them hold the value."""
+
+    def __init__(self, function: FunctionCode, forms: frozenset[str] = frozenset()) -> None:
+        self.function, self.forms = function, forms
+        self.types: dict[str, Type | None] = {}
+        self.holding: set[str] = set()
+        for parameter in function.parameters:
+            self.types[parameter.arg] = function.module.annotated(parameter.annotation, function.owner)
+        if function.takes_self and function.parameters:
+            self.types[function.parameters[0].arg] = Type(function.owner)
+
+    def is_form(self, kind: Type | None) -> bool:
+        """Whether a type is a form of the value, or has one inside."""
+        if kind is None:
+            return False
+        named = kind.owner is not None and kind.owner.node.name in self.forms
+        return named or any(map(self.is_form, (*kind.items, kind.element)))
+
+    def holds(self, node: ast.expr) -> bool:
+        """Whether an expression holds the value."""
+        match node:
+            case ast.Name():
+                return node.id in self.holding
+            case ast.Starred() | ast.NamedExpr():
+                return self.holds(node.value)
+            case ast.Tuple() | ast.List():
+                return any(map(self.holds, node.elts))
+            case ast.IfExp():
+                return self.holds(node.body) or self.holds(node.orelse)
+            case ast.BoolOp():
+                return any(map(self.holds, node.values))
+            case ast.Attribute() | ast.Subscript():
+                return self.is_of_value(node.value) and self.is_form(self.type_of(node))
+            case ast.Call():
+                receiver = isinstance(node.func, ast.Attribute) and self.is_of_value(node.func.value)
+                return (receiver or any(map(self.holds, arguments(node)))) and self.is_form(
+                    self.type_of(node)
+                )
+            case ast.ListComp() | ast.GeneratorExp():
+                inside = any(
+                    isinstance(each, ast.Name) and each.id in self.holding for each in ast.walk(node)
+                )
+                return inside and self.is_form(self.type_of(node))
+        return False
+
+    def is_of_value(self, node: ast.expr) -> bool:
+        """Whether an expression is the value, or a part of it of any type."""
+        part = isinstance(node, ast.Attribute | ast.Subscript)
+        return self.holds(node) or (part and self.is_of_value(node.value))
+
+    def called(self, node: ast.expr, depth: int = 0) -> FunctionCode | ClassCode | None:
+        """What a call of `node` calls, as far as it is code of the package."""
+        module = self.function.module
+        if isinstance(node, ast.Name):
+            found = None if node.id in self.types else module.named(node.id)
+            return None if isinstance(found, ModuleCode) else found
+        if not isinstance(node, ast.Attribute):
+            return None
+        named = module.named(node.value.id) if isinstance(node.value, ast.Name) else None
+        if isinstance(named, ModuleCode):
+            found = named.named(node.attr)
+            return None if isinstance(found, ModuleCode) else found
+        kind = Type(named) if isinstance(named, ClassCode) else self.type_of(node.value, depth + 1)
+        return kind.owner.methods.get(node.attr) if kind is not None and kind.owner is not None else None
+
+    def type_of(self, node: ast.expr, depth: int = 0) -> Type | None:
+        """The type of an expression, as far as annotations say it."""
+        if depth > MAX_DEPTH:
+            return None
+        match node:
+            case ast.Name():
+                return self.types.get(node.id)
+            case ast.Attribute():
+                kind = self.type_of(node.value, depth + 1)
+                return None if kind is None or kind.owner is None else kind.owner.attribute(node.attr, depth)
+            case ast.Subscript():
+                kind = self.type_of(node.value, depth + 1)
+                index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+                return None if kind is None else kind.item(index) if isinstance(index, int) else kind.element
+            case ast.Starred() | ast.NamedExpr():
+                return self.type_of(node.value, depth + 1)
+            case ast.IfExp():
+                return self.type_of(node.body, depth + 1) or self.type_of(node.orelse, depth + 1)
+            case ast.BoolOp():
+                return next((kind for each in node.values if (kind := self.type_of(each, depth + 1))), None)
+            case ast.Tuple():
+                return Type(items=tuple(self.type_of(each, depth + 1) for each in node.elts))
+            case ast.ListComp() | ast.GeneratorExp():
+                return Type(element=self.type_of(node.elt, depth + 1))
+            case ast.Call():
+                return self._result(node, depth)
+        return None
+
+    def entered(self, node: ast.expr) -> Type | None:
+        """The type of what `with node as name` names: of a context manager that yields, or of the object."""
+        kind = self.type_of(node)
+        if kind is not None and kind.owner is not None:
+            method = kind.owner.methods.get("__enter__")
+            return (method.result if method else None) or kind
+        return kind and kind.element
+
+    def bind(self, target: ast.expr, holds: bool, kind: Type | None) -> None:
+        """Notes what an assignment to `target` gives its names."""
+        if isinstance(target, ast.Tuple | ast.List):
+            for index, each in enumerate(target.elts):
+                self.bind(each, holds, kind and kind.item(index))
+        elif isinstance(target, ast.Name):
+            self.types[target.id] = kind
+            self.holding = self.holding | {target.id} if holds else self.holding - {target.id}
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and holds:
+            self.holding = self.holding | {target.value.id}
+
+    def _result(self, node: ast.Call, depth: int) -> Type | None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        given = [self.type_of(each, depth + 1) for each in node.args]
+        if name in SAME_TYPE and given:
+            return given[0]
+        if name == "zip":
+            return Type(element=Type(items=tuple(each and each.element for each in given)))
+        if name == "enumerate" and given:
+            return Type(element=Type(items=(None, given[0] and given[0].element)))
+        if name == "next" and given:
+            return given[0] and given[0].element
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "enter_context" and node.args:
+            return self.entered(node.args[0])
+        found = self.called(node.func, depth + 1)
+        return Type(found) if isinstance(found, ClassCode) else found and found.result
+
+
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """All arguments of a call."""
+    return [*call.args, *(each.value for each in call.keywords)]
+
+
+def read_modules(sources: Sequence[Source]) -> dict[str, ModuleCode]:
+    """The modules of the package by name."""
+    modules: dict[str, ModuleCode] = {}
+    for source in sources:
+        name = (
+            source.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        )
+        modules[name] = ModuleCode(name, source.tree, modules)
+    return modules
