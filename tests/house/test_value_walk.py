@@ -8,8 +8,9 @@ import ast
 
 import pytest
 
+from tests.house.package_code import FunctionCode, ModuleCode, read_modules
 from tests.house.source import package_sources
-from tests.house.value_walk import FunctionCode, ModuleCode, follow, read_modules
+from tests.house.value_walk import follow
 
 PLANS = ("Plan", "RankPlan", "Trainer")
 REQUESTS = ("PlanRequest", "OpenedRequest", "ResolvedRun", "Job", "RunConfig")
