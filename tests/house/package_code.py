@@ -1,4 +1,4 @@
-"""The code of the package as data: what names, classes and annotations stand for, without running anything."""
+"""The code of the package as data: what names, classes and annotations stand for. Nothing is run."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,16 +140,14 @@ class ClassCode:
         """What runs when an object is made; None if that only sets fields."""
         return self.methods.get("__init__") or self.methods.get("__post_init__")
 
-    def attribute(self, name: str, depth: int) -> Type | None:
-        """The type of an attribute: a property, a field, or what a method assigns."""
+    def attribute(self, name: str) -> Type | None:
+        """The type that a property or a field of this name states."""
         method = self.methods.get(name)
         if method is not None and method.decorators & QUESTIONS:
             return method.result
         if name in self._fields:
             return self.module.annotated(self._fields[name], self)
-        for function, value in self._assigned.get(name, ()):
-            return Names(function).type_of(value, depth + 1)
-        return next((found for base in self._bases if (found := base.attribute(name, depth))), None)
+        return next((found for base in self._bases if (found := base.attribute(name))), None)
 
     @cached_property
     def _bases(self) -> list["ClassCode"]:
@@ -162,7 +160,8 @@ class ClassCode:
         return {ast.unparse(each.target).removeprefix("self."): each.annotation for each in nodes}
 
     @cached_property
-    def _assigned(self) -> dict[str, list[tuple[FunctionCode, ast.expr]]]:
+    def assigned(self) -> dict[str, list[tuple[FunctionCode, ast.expr]]]:
+        """What methods assign to attributes, by the attribute's name."""
         found: dict[str, list[tuple[FunctionCode, ast.expr]]] = {}
         for method in self.methods.values():
             for node in (each for each in ast.walk(method.node) if isinstance(each, ast.Assign)):

@@ -101,7 +101,9 @@ class Names:
                 return self.types.get(node.id)
             case ast.Attribute():
                 kind = self.type_of(node.value, depth + 1)
-                return None if kind is None or kind.owner is None else kind.owner.attribute(node.attr, depth)
+                return (
+                    None if kind is None or kind.owner is None else _attribute(kind.owner, node.attr, depth)
+                )
             case ast.Subscript():
                 kind = self.type_of(node.value, depth + 1)
                 index = node.slice.value if isinstance(node.slice, ast.Constant) else None
@@ -154,6 +156,11 @@ class Names:
             return self.entered(node.args[0])
         found = self.called(node.func, depth + 1)
         return Type(found) if isinstance(found, ClassCode) else found and found.result
+
+
+def _attribute(owner: ClassCode, name: str, depth: int) -> Type | None:
+    stated, assigned = owner.attribute(name), owner.assigned.get(name, ())
+    return stated or next((Names(method).type_of(value, depth + 1) for method, value in assigned), None)
 
 
 def arguments(call: ast.Call) -> list[ast.expr]:
