@@ -329,6 +329,7 @@ def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
 def test_plan_is_imported_without_torch():
     names = [
         "plan",
+        "event_loop",
         "strategy_interface",
         "strategy_compatibility",
         "optimizer_per_param",

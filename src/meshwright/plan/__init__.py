@@ -7,6 +7,7 @@ Standard library only; nothing here imports torch.
     sharding                the mesh, placements, parameter groups, the local share of each rank
     step                    the actions of a step: forward, backward, reductions, optimizer, simulation
     hardware                devices and networks: specifications and measurements
+    event_loop              who acts next in a simulation: of programs, of schedules, deadlock checks
     optimizer_per_param     which optimizer updates which parameter, its states
     plan                    Plan: job, mesh and strategies, resolved
     strategy_interface      Strategy: the interface of every parallelism technique

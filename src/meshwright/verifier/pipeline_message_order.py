@@ -8,8 +8,9 @@ other. So a send counts as complete only when its receive has begun:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
+from meshwright.plan.event_loop import EventLoop
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Program, Role
 from meshwright.plan.step.simulator import qualified_name
@@ -17,24 +18,30 @@ from meshwright.plan.step.simulator import qualified_name
 
 def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
     """Yields the ranks that wait for ever if a send completes only when its receive has begun."""
-    lists, partners = {role.name: role.actions for role in program.roles}, _message_partners(program)
-    cursors, issued = dict.fromkeys(lists, 0), set[str]()
-    moved = bool(partners)
-    while moved:
-        before = sum(cursors.values())
-        for role, actions in lists.items():
-            while cursors[role] < len(actions) and not _missing_messages(
-                role, actions[cursors[role]], partners, issued
-            ):
-                issued.add(qualified_name(role, actions[cursors[role]].name))
-                cursors[role] += 1
-        moved = sum(cursors.values()) > before
-    for role, actions in lists.items() if partners else ():
-        if cursors[role] < len(actions):
-            at = actions[cursors[role]]
-            missing_messages = ", ".join(_missing_messages(role, at, partners, issued))
+    partners = _message_partners(program)
+    loop = EventLoop[str](len(program.roles) if partners else 0)
+    cursors = [0] * len(program.roles)
+
+    def begin_actions(number: int, _: float) -> None:
+        role = program.roles[number]
+        for action in islice(role.actions, cursors[number], None):
+            messages = _awaited_messages(role.name, action, partners)
+            if loop.arrival((side for each in messages for side in (each, partners[each])), number) is None:
+                return
+            loop.happen(qualified_name(role.name, action.name), 0.0, number)
+            cursors[number] += 1
+
+    loop.run(begin_actions)
+    for role, cursor in zip(program.roles, cursors, strict=True) if partners else ():
+        if cursor < len(role.actions):
+            at = role.actions[cursor]
+            missing_messages = ", ".join(
+                name
+                for name in _awaited_messages(role.name, at, partners)
+                if not {name, partners[name]} <= loop.happened.keys()
+            )
             yield (
-                f"{role} stops at {at.name} and waits forever for {missing_messages}, whose other side "
+                f"{role.name} stops at {at.name} and waits forever for {missing_messages}, whose other side "
                 "does not begin"
             )
 
@@ -49,13 +56,11 @@ def _message_partners(program: Program) -> Mapping[str, str]:
     return found
 
 
-def _missing_messages(
-    role: str, action: Action, partners: Mapping[str, str], issued: set[str]
-) -> Sequence[str]:
-    """Returns the messages that `action` waits for and of which one side has not begun."""
+def _awaited_messages(role: str, action: Action, partners: Mapping[str, str]) -> Sequence[str]:
+    """Returns the messages of its own role that `action` waits for, which need both sides to have begun."""
     waits = () if action.stream == "recv" else action.waits
     names = (qualified_name(role, wait) for wait in waits if "/" not in wait.split("(")[0])
-    return [name for name in names if name in partners and not {name, partners[name]} <= issued]
+    return [name for name in names if name in partners]
 
 
 def check_message_order(plan: Plan, role: Role) -> Iterator[str]:

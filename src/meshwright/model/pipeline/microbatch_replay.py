@@ -19,6 +19,13 @@ origin or runs in its own autocast context; objects that are neither tensors nor
 hooks, side channels or inputs other than their arguments; a forward that changes attributes of the model,
 such as a counter. What blocks compute with is checked when a stage is recorded for the first time in a run,
 and not again.
+
+Without it every microbatch would run like the first, with placeholders (stage_forward.py), and be as right.
+The script stays for its speed on thin layers: without it a step of two ranks with 8 microbatches takes 1.058
+times the CPU seconds (95 % interval 1.031 to 1.072; A/A 1.008, 0.994 to 1.031). On layers of width 512 the
+gain is not above the noise: 1.011 (1.004 to 1.022) and 0.998 (0.984 to 1.008) under 1F1B, 1.015 (0.999 to
+1.024) under GPipe, A/A 0.96 to 1.02. Steps of benchmarks/pipeline/pipeline_vs_torch.py, `toy8` and `large`,
+2026-11.
 """
 
 from collections import OrderedDict
@@ -34,7 +41,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.tensors.call_description import is_constant
-from meshwright.model.tensors.function_modes import SHAPE_ONLY_FACTORIES, VALUE_READS, ValueReadMode
+from meshwright.model.tensors.function_modes import (
+    SHAPE_ONLY_FACTORIES,
+    VALUE_READS,
+    InterceptMode,
+    ValueReadMode,
+)
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import is_dataclass_instance, map_leaves, tree_tensors, value_leaves
 
@@ -315,30 +327,18 @@ class ScriptRecorder:
         return leaf if isinstance(leaf, PlaceholderTensor) else self._slot_or_constant(leaf)
 
     def _block_check(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
-        return (
-            _BlockOperandCheck(self, {id(tensor) for tensor in inputs})
-            if self._check_blocks and not self.failure_reason
-            else nullcontext()
-        )
+        """Fails if a block computes with live tensors that are not among its `inputs`."""
+        if not self._check_blocks or self.failure_reason:
+            return nullcontext()
+        given_ids = {id(tensor) for tensor in inputs}
 
-    def check_block_operands(self, given_ids: set[int], operands: Iterable[torch.Tensor]) -> None:
-        """Fails if a block computes with live tensors that are not among its arguments, whose ids are
-        `given_ids`.
-        """
-        if any(id(tensor) in self._live and id(tensor) not in given_ids for tensor in operands):
-            self.fail("a block computes with tensors that are not among its arguments")
+        def check(func: Any, args: Any, kwargs: Any) -> Any:
+            operand_ids = {id(tensor) for tensor in tree_tensors((args, kwargs))} - given_ids
+            if not operand_ids.isdisjoint(self._live):
+                self.fail("a block computes with tensors that are not among its arguments")
+            return func(*args, **kwargs)
 
-
-class _BlockOperandCheck(TorchFunctionMode):
-    def __init__(self, writer: ScriptRecorder, given: set[int]) -> None:
-        super().__init__()
-        self._writer, self._given = writer, given
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self._writer.check_block_operands(self._given, tree_tensors((args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        return InterceptMode(check)
 
 
 def _context() -> tuple[object, ...]:

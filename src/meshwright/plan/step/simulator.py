@@ -7,9 +7,10 @@ form that timelines are drawn from, for simulated and for measured steps.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.event_loop import EventLoop
 from meshwright.plan.hardware.streams import STREAMS, StreamName
 from meshwright.plan.step.program import Action, Program
 
@@ -35,8 +36,8 @@ def simulate(
     duration: Callable[[Action], float] = lambda action: 1.0,
     comm_delay: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[SimulatedAction]:
-    """Returns the timeline of one step, in order of start. Communication starts `comm_delay` after this rank
-    is ready for it.
+    """Returns the timeline of one step, in order of start and end, then of roles and their lists.
+    Communication starts `comm_delay` after this rank is ready for it.
 
     As in the engine, the main thread of a role goes through its list: it runs compute actions itself and
     issues communication on the way. So a communication starts no earlier than the end of the compute action
@@ -45,105 +46,88 @@ def simulate(
     Raises SimulationDeadlock if a cycle, or a wait for an action that does not exist or stands later in the
     same list, stops every unfinished role.
     """
-    ended: dict[str, float] = {}
-    roles = [_SimulatedRole(role.name, role.actions) for role in program.roles]
-    simulated: list[SimulatedAction] = []
-    progressed = True
-    while progressed:
-        before = len(simulated)
-        for sim_role in roles:
-            simulated += sim_role.advance(ended, duration, comm_delay)
-        progressed = len(simulated) > before
+    loop = EventLoop[str](len(program.roles))
+    roles = [
+        _SimulatedRole(number, role.name, role.actions, loop) for number, role in enumerate(program.roles)
+    ]
+    loop.run(lambda number, _: roles[number].advance(duration, comm_delay))
     if any(sim_role.blocked_at for sim_role in roles):
-        raise SimulationDeadlock(
-            "\n".join(
-                ["no role can proceed:", *(line for sim_role in roles for line in sim_role.lines(ended))]
-            )
-        )
+        lines = (line for sim_role in roles for line in sim_role.lines())
+        raise SimulationDeadlock("\n".join(["no role can proceed:", *lines]))
+    simulated = (sim_role.simulated[index] for sim_role in roles for index in range(len(sim_role.actions)))
     return sorted(simulated, key=lambda simulated_action: (simulated_action.start, simulated_action.end))
 
 
 class _SimulatedRole:
-    def __init__(self, role: str, actions: Sequence[Action]) -> None:
-        self.role, self.actions = role, actions
-        # by stream, pending actions and when they were issued; each peer has its own stream per direction
-        self.issued: dict[StreamKey, deque[tuple[int, float]]] = {}
-        self.cursor = 0
-        self.free: dict[StreamKey, float] = {}
+    """One worker of the event loop: the main thread of a role and its streams of communication."""
+
+    def __init__(self, number: int, role: str, actions: Sequence[Action], loop: EventLoop[str]) -> None:
+        self.number, self.role, self.actions, self._loop = number, role, actions, loop
+        self.simulated: dict[int, SimulatedAction] = {}  # by index
+        self._cursor = 0
+        self._names = [qualified_name(role, action.name) for action in actions]
+        self._waits = [[qualified_name(role, wait) for wait in action.waits] for action in actions]
         self._passed: set[str] = set()  # what the main thread has passed
+        # by stream, pending actions and when they were issued; each peer has its own stream per direction
+        self._issued: dict[StreamKey, deque[tuple[int, float]]] = {}
+        self._free: dict[StreamKey, float] = {}
 
     @property
     def blocked_at(self) -> list[int]:
-        return [queue[0][0] for queue in self.issued.values() if queue] + [
-            i for i in [self.cursor] if i < len(self.actions)
-        ]
+        heads = [queue[0][0] for queue in self._issued.values() if queue]
+        return [*heads, self._cursor] if self._cursor < len(self.actions) else heads
 
-    def advance(
-        self,
-        ended: dict[str, float],
-        duration: Callable[[Action], float],
-        comm_delay: Callable[[Action], float],
-    ) -> list[SimulatedAction]:
-        simulated: list[SimulatedAction] = []
-        while True:
-            before = len(simulated), self.cursor
-            self._walk(ended, duration, simulated)
-            for queue in self.issued.values():
-                while queue and self._ready(self.actions[queue[0][0]], ended):
-                    index, since = queue.popleft()
-                    simulated.append(
-                        self._run(
-                            self.actions[index], since, ended, duration, comm_delay(self.actions[index])
-                        )
-                    )
-            if (len(simulated), self.cursor) == before:
-                return simulated
+    def advance(self, duration: Callable[[Action], float], comm_delay: Callable[[Action], float]) -> None:
+        """Runs and issues what can be; `happen` wakes the role again for what waits for that."""
+        while self._cursor < len(self.actions):
+            action, name = self.actions[self._cursor], self._names[self._cursor]
+            if not action.starts_work:
+                if not self._run(self._cursor, 0.0, duration):
+                    break
+            elif all(wait in self._passed for wait in self._own_waits(self._cursor)):
+                issued = self._cursor, self._free.get(("compute", None), 0.0)
+                self._issued.setdefault(_stream_key(action), deque()).append(issued)
+            else:
+                break
+            self._passed.add(name)
+            self._cursor += 1
+        for queue in self._issued.values():
+            while queue and self._run(*queue[0], duration, comm_delay):
+                queue.popleft()
 
-    def lines(self, ended: Mapping[str, float]) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         if not self.blocked_at:
             yield f"  {self.role}: finished"
         for index in self.blocked_at:
-            action = self.actions[index]
-            missing = [wait for wait in action.waits if qualified_name(self.role, wait) not in ended]
+            action, happened = self.actions[index], self._loop.happened
+            missing = [
+                wait
+                for wait, name in zip(action.waits, self._waits[index], strict=True)
+                if name not in happened
+            ]
             position = f"action {index} of {len(self.actions)}, {action.name}"
             yield f"  {self.role}: {position}  <-- waits for {', '.join(missing)}"
 
-    def _walk(
-        self, ended: dict[str, float], duration: Callable[[Action], float], simulated: list[SimulatedAction]
-    ) -> None:
-        while self.cursor < len(self.actions):
-            action = self.actions[self.cursor]
-            if action.starts_work and self._own_waits_are_issued(action):
-                self.issued.setdefault(_stream_key(action), deque()).append(
-                    (self.cursor, self.free.get(("compute", None), 0.0))
-                )
-            elif not action.starts_work and self._ready(action, ended):
-                simulated.append(self._run(action, 0.0, ended, duration))
-            else:
-                return
-            self._passed.add(qualified_name(self.role, action.name))
-            self.cursor += 1
-
     def _run(
         self,
-        action: Action,
-        since: float,
-        ended: dict[str, float],
+        index: int,
+        issued_at: float,
         duration: Callable[[Action], float],
-        comm_delay: float = 0.0,
-    ) -> SimulatedAction:
-        ready = max([since, *(ended[qualified_name(self.role, wait)] for wait in action.waits)])
-        start = max(ready + comm_delay, self.free.get(_stream_key(action), 0.0))
-        simulated_action = SimulatedAction(self.role, action, start, start + duration(action))
-        self.free[_stream_key(action)] = ended[qualified_name(self.role, action.name)] = simulated_action.end
-        return simulated_action
+        comm_delay: Callable[[Action], float] = lambda action: 0.0,
+    ) -> bool:
+        """Runs an action if all that it waits for has an end."""
+        action, ready = self.actions[index], self._loop.arrival(self._waits[index], self.number)
+        if ready is None:
+            return False
+        key = _stream_key(action)
+        start = max(max(issued_at, ready) + comm_delay(action), self._free.get(key, 0.0))
+        end = self._free[key] = start + duration(action)
+        self.simulated[index] = SimulatedAction(self.role, action, start, end)
+        self._loop.happen(self._names[index], end, self.number)
+        return True
 
-    def _ready(self, action: Action, ended: Mapping[str, float]) -> bool:
-        return all(qualified_name(self.role, wait) in ended for wait in action.waits)
-
-    def _own_waits_are_issued(self, action: Action) -> bool:
-        names = [qualified_name(self.role, wait) for wait in action.waits]
-        return all(name in self._passed for name in names if name.startswith(f"{self.role}/"))
+    def _own_waits(self, index: int) -> Iterator[str]:
+        return (wait for wait in self._waits[index] if wait.startswith(f"{self.role}/"))
 
 
 def _stream_key(action: Action) -> StreamKey:

@@ -24,10 +24,10 @@ runs that; otherwise it runs its oldest pending W, unless the awaited input arri
 time of that W. W also runs if a forward would not fit into the memory.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import ceil, inf
 
 from meshwright.parallel.pipeline.schedules.schedule import (
@@ -38,7 +38,9 @@ from meshwright.parallel.pipeline.schedules.schedule import (
     ScheduleTimeline,
     StageCosts,
     VirtualStage,
+    pass_events,
 )
+from meshwright.plan.event_loop import EventLoop
 
 ROUNDING = 1e-9
 
@@ -53,19 +55,6 @@ class PriorityRule:
     deepest_first: bool = True
 
 
-@dataclass
-class _GreedyRank:
-    stages: tuple[int, ...]
-    memory_limit: float
-    free_at: float = 0.0
-    memory: float = 0.0
-    actions: list[ScheduleAction] = field(default_factory=list)
-    forwards: dict[int, int] = field(default_factory=dict)
-    backwards: dict[int, int] = field(default_factory=dict)
-    arrival_times: dict[tuple[str, int, int], float] = field(default_factory=dict)
-    pending_w: deque[ScheduleAction] = field(default_factory=deque)  # the W to be done
-
-
 def greedy_schedule(
     virtual_stages: Sequence[VirtualStage],
     num_microbatches: int,
@@ -78,7 +67,7 @@ def greedy_schedule(
 
     A rank's limit is at least the memory of one microbatch on all its stages.
     """
-    return _ListScheduler(virtual_stages, num_microbatches, costs, rule, limits).run()
+    return _GreedyBuilder(virtual_stages, num_microbatches, costs, rule, limits).build()
 
 
 def longest_rank_time(timeline: ScheduleTimeline) -> float:
@@ -97,117 +86,150 @@ def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
     )
 
 
-class _ListScheduler:
+@dataclass
+class _RankInProgress:
+    memory_limit: float
+    free_at: float = 0.0
+    memory: float = 0.0
+    actions: list[ScheduleAction] = field(default_factory=list)
+    pending_w: deque[ScheduleAction] = field(default_factory=deque)
+
+
+class _ScheduleBuilder(ABC):
+    """Builds the lists of all ranks in order of time, with the memory that they hold. `choose` is the policy
+    of a free rank.
+    """
+
+    def __init__(
+        self, virtual_stages: Sequence[VirtualStage], costs: StageCosts, limits: Sequence[float]
+    ) -> None:
+        self.virtual_stages = tuple(virtual_stages)
+        self.stage_of = [stage.stage for stage in virtual_stages]
+        self.num_stages = len(costs.forward)
+        self.seconds = {
+            kind: [costs.seconds(kind, stage) for stage in range(self.num_stages)] for kind in PASS_KINDS
+        }
+        self.held = costs.activation_memory or [0.0] * self.num_stages
+        self.late = costs.weight_grad_memory or [0.0] * self.num_stages
+        self.ranks = [_RankInProgress(limit) for limit in limits]
+        self.loop = EventLoop[int](len(self.ranks), costs.transfer, by_time=True)
+
+    @abstractmethod
+    def choose(self, number: int, rank: _RankInProgress, now: float) -> ScheduleAction | None:
+        """Returns the action that rank `number`, which is free, runs `now`; None: it waits, and asks the loop
+        to be woken.
+        """
+
+    def build(self) -> Schedule:
+        self.loop.run(self._wake)
+        return Schedule(self.virtual_stages, tuple(tuple(rank.actions) for rank in self.ranks))
+
+    def ready_time(self, number: int, kind: PassKind, stage: int, microbatch: int) -> float:
+        """Returns when all inputs of a pass reach rank `number`; inf: not known yet, and the rank is woken
+        then.
+        """
+        needed, _ = pass_events(kind, stage, microbatch, self.num_stages)
+        ready = self.loop.arrival(needed, number)
+        return inf if ready is None else ready
+
+    def _wake(self, number: int, now: float) -> None:
+        rank = self.ranks[number]
+        action = self.choose(number, rank, now) if rank.free_at <= now else None
+        if action is None:
+            return
+        kind, virtual_stage, microbatch = action
+        stage = self.stage_of[virtual_stage]
+        rank.actions.append(action)
+        rank.free_at = now + self.seconds[kind][stage]
+        self.loop.wake_at(rank.free_at, number)
+        if kind == "F":
+            rank.memory += self.held[stage]
+        elif kind == "I":
+            rank.memory += self.late[stage] - self.held[stage]
+            rank.pending_w.append(ScheduleAction("W", virtual_stage, microbatch))
+        else:
+            rank.memory -= self.late[stage]
+            rank.pending_w.popleft()
+        _, given = pass_events(kind, stage, microbatch, self.num_stages)
+        if given is not None:
+            self.loop.happen(given, rank.free_at, number)
+
+
+class _GreedyBuilder(_ScheduleBuilder):
     def __init__(
         self,
-        stages: Sequence[VirtualStage],
+        virtual_stages: Sequence[VirtualStage],
         num_microbatches: int,
         costs: StageCosts,
         rule: PriorityRule,
         limits: Sequence[float],
     ) -> None:
-        self.stages, self.costs, self.rule = tuple(stages), costs, rule
-        self.seconds = {
-            kind: [costs.seconds(kind, stage) for stage in range(len(stages))] for kind in PASS_KINDS
-        }
-        self.virtual_stage_of = {stage.stage: number for number, stage in enumerate(stages)}
-        self.num_stages = len(stages)
-        stages_by_rank: dict[int, list[int]] = {}
-        for stage in sorted(stages, key=lambda stage: stage.stage):
-            stages_by_rank.setdefault(stage.pp_rank, []).append(stage.stage)
-        self.ranks = [
-            _GreedyRank(tuple(stages_by_rank[rank]), limits[rank] if limits else inf)
-            for rank in sorted(stages_by_rank)
-        ]
-        self.rank_of = {stage: rank for rank, owned in stages_by_rank.items() for stage in owned}
+        num_ranks = len({stage.pp_rank for stage in virtual_stages})
+        super().__init__(virtual_stages, costs, limits or [inf] * num_ranks)
+        self.num_microbatches, self.patience = num_microbatches, rule.patience
+        self.stages_by_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+        for stage in sorted(virtual_stages, key=lambda stage: stage.stage):
+            self.stages_by_rank[stage.pp_rank].append(stage.stage)
+        self.by_priority = [list(_by_priority(rule, stages)) for stages in self.stages_by_rank]
+        self.virtual_stage_of = {stage: number for number, stage in enumerate(self.stage_of)}
         steps = [rule.forwards_in_flight * (self.num_stages - stage) for stage in range(self.num_stages)]
         self.caps = [max(1, ceil(each)) if each < inf else num_microbatches for each in steps]
-        for rank in self.ranks:
-            rank.forwards, rank.backwards = dict.fromkeys(rank.stages, 0), dict.fromkeys(rank.stages, 0)
-        first = self.ranks[self.rank_of[0]]
-        first.arrival_times.update({("F", 0, microbatch): 0.0 for microbatch in range(num_microbatches)})
-        self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self.ranks))]
+        self.done = {kind: [0] * self.num_stages for kind in PASS_KINDS}
 
-    def run(self) -> Schedule:
-        while self.events:
-            now, number = heappop(self.events)
-            rank = self.ranks[number]
-            if rank.free_at <= now:
-                self._run_next(number, rank, now)
-        return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
-
-    def _run_next(self, number: int, rank: _GreedyRank, now: float) -> None:
+    def choose(self, number: int, rank: _RankInProgress, now: float) -> ScheduleAction | None:
         waiting = inf
-        for ready, action, stage in sorted(self._choices(rank), key=self._key):
-            took = self.seconds[action.kind][stage]
-            if ready <= now and waiting >= now + self.rule.patience * took:
-                self._do(number, rank, action, stage, now + took)
-                return
-            waiting = min(waiting, ready if ready > now else inf)
+        for kind, stage in self.by_priority[number]:
+            ready = self._candidate_time(number, rank, kind, stage)
+            if ready <= now:
+                action = self._candidate(rank, kind, stage)
+                stage = self.stage_of[action.virtual_stage]
+                if waiting >= now + self.patience * self.seconds[kind][stage]:
+                    self.done[kind][stage] += 1
+                    return action
+            elif ready < waiting:
+                waiting = ready
         if waiting < inf:
-            heappush(self.events, (waiting, number))
+            self.loop.wake_at(waiting, number)
+        return None
 
-    def _key(self, choice: tuple[float, ScheduleAction, int]) -> tuple[int, int]:
-        _, action, stage = choice
-        late = action.kind == "F" and self.rule.deepest_first
-        return self.rule.kind_priority.index(action.kind), -stage if late else stage
+    def _candidate_time(self, number: int, rank: _RankInProgress, kind: PassKind, stage: int) -> float:
+        """Returns when the next pass of this kind may run; inf: not known yet, or not before another pass."""
+        forwards, backwards = self.done["F"][stage], self.done["I"][stage]
+        if kind == "W":
+            return 0.0 if rank.pending_w else inf
+        if kind == "I":
+            return self.ready_time(number, kind, stage, backwards) if backwards < forwards else inf
+        if forwards == self.num_microbatches or forwards - backwards >= self.caps[stage]:
+            return inf
+        ready = self.ready_time(number, kind, stage, forwards)
+        return ready if ready < inf and self._fits(number, rank, stage) else inf
 
-    def _choices(self, rank: _GreedyRank) -> Iterator[tuple[float, ScheduleAction, int]]:
-        for stage in rank.stages:
-            virtual_stage, microbatch = self.virtual_stage_of[stage], rank.backwards[stage]
-            ready = rank.arrival_times.get(("I", stage, microbatch), inf)
-            if ready < inf and microbatch < rank.forwards[stage]:
-                yield ready, ScheduleAction("I", virtual_stage, microbatch), stage
-            microbatch = rank.forwards[stage]
-            ready = rank.arrival_times.get(("F", stage, microbatch), inf)
-            if (
-                ready < inf
-                and microbatch - rank.backwards[stage] < self.caps[stage]
-                and self._fits(rank, stage, microbatch)
-            ):
-                yield ready, ScheduleAction("F", virtual_stage, microbatch), stage
-        if rank.pending_w:
-            yield 0.0, rank.pending_w[0], self.stages[rank.pending_w[0].virtual_stage].stage
+    def _candidate(self, rank: _RankInProgress, kind: PassKind, stage: int) -> ScheduleAction:
+        if kind == "W":
+            return rank.pending_w[0]  # the oldest, of any stage
+        return ScheduleAction(kind, self.virtual_stage_of[stage], self.done[kind][stage])
 
-    def _fits(self, rank: _GreedyRank, stage: int, microbatch: int) -> bool:
+    def _fits(self, number: int, rank: _RankInProgress, stage: int) -> bool:
         if rank.memory_limit == inf:
             return True
-        oldest = min(rank.forwards.values())
-        rest = (
-            [other for other in rank.stages if rank.forwards[other] == oldest] if microbatch > oldest else []
-        )
-        return rank.memory + sum(
-            self.costs.activation_memory[each] for each in (stage, *rest)
-        ) <= rank.memory_limit * (1 + ROUNDING)
+        forwards, stages = self.done["F"], self.stages_by_rank[number]
+        oldest = min([forwards[each] for each in stages])
+        rest = [each for each in stages if forwards[each] == oldest] if forwards[stage] > oldest else []
+        needed = rank.memory + sum([self.held[each] for each in (stage, *rest)])
+        return needed <= rank.memory_limit * (1 + ROUNDING)
 
-    def _do(self, number: int, rank: _GreedyRank, action: ScheduleAction, stage: int, end: float) -> None:
-        rank.actions.append(action)
-        rank.free_at = end
-        heappush(self.events, (end, number))
-        held = self.costs.activation_memory[stage] if self.costs.activation_memory else 0.0
-        late = self.costs.weight_grad_memory[stage] if self.costs.weight_grad_memory else 0.0
-        if action.kind == "W":
-            rank.pending_w.popleft()
-            rank.memory -= late
-        elif action.kind == "I":
-            rank.backwards[stage] += 1
-            rank.pending_w.append(ScheduleAction("W", action.virtual_stage, action.microbatch))
-            rank.memory += late - held
-            self._send(number, "I", stage - 1, action.microbatch, end)
+
+def _by_priority(rule: PriorityRule, stages: Sequence[int]) -> Iterator[tuple[PassKind, int]]:
+    """Yields the kinds of passes in order of priority, each with the stages of a rank: W, which is run in
+    order of I, with the first only.
+    """
+    kinds: tuple[PassKind, ...] = ("F", "I", "W")
+    for kind in sorted(kinds, key=rule.kind_priority.index):
+        if kind == "W":
+            yield kind, stages[0]
         else:
-            rank.forwards[stage] += 1
-            rank.memory += held
-            if stage + 1 < self.num_stages:
-                self._send(number, "F", stage + 1, action.microbatch, end)
-            else:
-                rank.arrival_times["I", stage, action.microbatch] = end
-
-    def _send(self, source: int, kind: str, stage: int, microbatch: int, end: float) -> None:
-        if stage >= 0:
-            target = self.rank_of[stage]
-            arrival = end if target == source else end + self.costs.transfer
-            self.ranks[target].arrival_times[kind, stage, microbatch] = arrival
-            heappush(self.events, (arrival, target))
+            deepest_first = kind == "F" and rule.deepest_first
+            yield from ((kind, stage) for stage in (stages[::-1] if deepest_first else stages))
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
@@ -230,104 +252,39 @@ def fill_bubbles(
     """Returns `schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
     `schedule` does not.
     """
-    return _BubbleFilling(schedule, costs, limits, patience).run()
+    return _FillingBuilder(schedule, costs, limits, patience).build()
 
 
-@dataclass
-class _FillingRank:
-    remaining: deque[ScheduleAction]
-    memory_limit: float
-    pending_w: deque[ScheduleAction] = field(default_factory=deque)
-    actions: list[ScheduleAction] = field(default_factory=list)
-    free_at: float = 0.0
-    memory: float = 0.0
-
-
-class _BubbleFilling:
+class _FillingBuilder(_ScheduleBuilder):
     def __init__(
         self, schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float
     ) -> None:
-        self.stages, self.num_stages, self.transfer, self.patience = (
-            schedule.virtual_stages,
-            schedule.num_stages,
-            costs.transfer,
-            patience,
-        )
-        self.stage_of = [stage.stage for stage in schedule.virtual_stages]
-        self.seconds = {
-            kind: [costs.seconds(kind, stage) for stage in range(self.num_stages)] for kind in PASS_KINDS
-        }
-        self.held = costs.activation_memory or [0.0] * self.num_stages
-        self.late = costs.weight_grad_memory or [0.0] * self.num_stages
+        super().__init__(schedule.virtual_stages, costs, limits)
+        self.patience = patience
         lists = ((action for action in actions if action.kind != "W") for actions in schedule.actions)
-        self.ranks = [
-            _FillingRank(deque(actions), limit) for actions, limit in zip(lists, limits, strict=True)
-        ]
-        self.ended: dict[int, tuple[float, int]] = {}
-        self.waiting: dict[int, list[int]] = {}
-        self.events = [(0.0, rank) for rank in range(schedule.num_ranks)]
+        self.remaining = list(map(deque[ScheduleAction], lists))
 
-    def run(self) -> Schedule:
-        while self.events:
-            now, number = heappop(self.events)
-            rank = self.ranks[number]
-            if rank.free_at <= now and (rank.remaining or rank.pending_w):
-                self._run_next(number, rank, now)
-        return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
-
-    def _run_next(self, number: int, rank: _FillingRank, now: float) -> None:
-        ready, missing = self._ready(number, rank)
+    def choose(self, number: int, rank: _RankInProgress, now: float) -> ScheduleAction | None:
+        ready = self._next_time(number, rank)
         if ready <= now:
-            self._do(number, rank, rank.remaining.popleft(), now)
-        elif (
-            rank.pending_w
-            and ready
-            >= now + self.patience * self.seconds["W"][self.stage_of[rank.pending_w[0].virtual_stage]]
-        ):
-            self._do(number, rank, rank.pending_w.popleft(), now)
-        elif ready < inf:
-            heappush(self.events, (ready, number))
-        elif missing >= 0:
-            self.waiting.setdefault(missing, []).append(number)
+            return self.remaining[number].popleft()
+        if rank.pending_w:
+            took = self.seconds["W"][self.stage_of[rank.pending_w[0].virtual_stage]]
+            if ready >= now + self.patience * took:
+                return rank.pending_w[0]
+        if ready < inf:
+            self.loop.wake_at(ready, number)
+        return None
 
-    def _ready(self, number: int, rank: _FillingRank) -> tuple[float, int]:
-        if not rank.remaining:
-            return inf, -1
-        kind, virtual_stage, microbatch = rank.remaining[0]
+    def _next_time(self, number: int, rank: _RankInProgress) -> float:
+        """Returns when the next action of the rank may run; inf: not known yet, not before a W, or none is
+        left.
+        """
+        if not self.remaining[number]:
+            return inf
+        kind, virtual_stage, microbatch = self.remaining[number][0]
         stage = self.stage_of[virtual_stage]
-        if (
-            kind == "F"
-            and rank.pending_w
-            and rank.memory + self.held[stage] > rank.memory_limit * (1 + ROUNDING)
-        ):
-            return inf, -1
-        own, ready = 2 * (microbatch * self.num_stages + stage), 0.0
-        for need in (
-            (own - 2 if stage else None,)
-            if kind == "F"
-            else (own, own + 3 if stage + 1 < self.num_stages else None)
-        ):
-            if need is None:
-                continue
-            if need not in self.ended:
-                return inf, need
-            end, at = self.ended[need]
-            ready = max(ready, end if at == number else end + self.transfer)
-        return ready, -1
-
-    def _do(self, number: int, rank: _FillingRank, action: ScheduleAction, now: float) -> None:
-        kind, virtual_stage, microbatch = action
-        stage = self.stage_of[virtual_stage]
-        rank.actions.append(action)
-        rank.free_at = now + self.seconds[kind][stage]
-        heappush(self.events, (rank.free_at, number))
-        if kind == "W":
-            rank.memory -= self.late[stage]
-            return
-        rank.memory += self.held[stage] if kind == "F" else self.late[stage] - self.held[stage]
-        if kind == "I":
-            rank.pending_w.append(ScheduleAction("W", virtual_stage, microbatch))
-        given = 2 * (microbatch * self.num_stages + stage) + (kind == "I")
-        self.ended[given] = rank.free_at, number
-        for other in self.waiting.pop(given, ()):
-            heappush(self.events, (rank.free_at + (self.transfer if other != number else 0.0), other))
+        full = rank.memory + self.held[stage] > rank.memory_limit * (1 + ROUNDING)
+        if kind == "F" and rank.pending_w and full:
+            return inf
+        return self.ready_time(number, kind, stage, microbatch)

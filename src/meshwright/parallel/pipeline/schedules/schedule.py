@@ -17,9 +17,11 @@ Schedules are data: drawn, checked and simulated before anything runs. The simul
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from meshwright.plan.event_loop import EventLoop
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.step.simulator import TimelineSpan
 
@@ -93,6 +95,23 @@ class ScheduleAction(NamedTuple):
         return f"{self.kind}{self.microbatch} of virtual stage {self.virtual_stage}"
 
 
+def pass_events(
+    kind: PassKind, stage: int, microbatch: int, num_stages: int
+) -> tuple[tuple[int, ...], int | None]:
+    """Returns the events that a pass waits for, and the event that its end is to others: none for W.
+
+    Events are numbers, which are faster than tuples in large schedules: of F even, of I, and of B, whose end
+    gives the same gradient, odd.
+    """
+    own_forward = 2 * (microbatch * num_stages + stage)
+    if kind == "F":
+        return (own_forward - 2,) if stage else (), own_forward
+    if kind == "W":
+        return (own_forward + 1,), None
+    needed = (own_forward, own_forward + 3) if stage + 1 < num_stages else (own_forward,)
+    return needed, own_forward + 1
+
+
 class VirtualStage(NamedTuple):
     """A stage on a pipeline rank. Two virtual stages may run the same stage, on several ranks, for other
     microbatches.
@@ -129,7 +148,7 @@ class Schedule:
         """The number of pipeline ranks."""
         return len(self.actions)
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """The number of stages of the model."""
         return 1 + max((stage.stage for stage in self.virtual_stages), default=-1)
@@ -139,25 +158,22 @@ class Schedule:
         """The number of microbatches."""
         return len({action[2] for actions in self.actions for action in actions})
 
-    def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """Returns the actions that must end before `action`, as (F or I, stage, microbatch); B counts as I,
-        which gives the same gradient.
-        """
-        stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
-        if action.kind == "F":
-            if stage:
-                yield "F", stage - 1, microbatch
-        elif action.kind == "W":
-            yield "I", stage, microbatch
-        else:
-            yield "F", stage, microbatch
-            if stage + 1 < self.num_stages:
-                yield "I", stage + 1, microbatch
+    def dependencies_of(self, action: ScheduleAction) -> tuple[Dependency, ...]:
+        """Returns the passes that must end before `action`."""
+        return tuple(map(self._dependency, self._events_of(action)[0]))
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
         """Returns the dependency of others that `action` fulfils; None for W."""
+        event = self._events_of(action)[1]
+        return None if event is None else self._dependency(event)
+
+    def _events_of(self, action: ScheduleAction) -> tuple[tuple[int, ...], int | None]:
         stage = self.virtual_stages[action.virtual_stage].stage
-        return None if action.kind == "W" else ("F" if action.kind == "F" else "I", stage, action.microbatch)
+        return pass_events(action.kind, stage, action.microbatch, self.num_stages)
+
+    def _dependency(self, event: int) -> Dependency:
+        microbatch, stage = divmod(event // 2, self.num_stages)
+        return "I" if event % 2 else "F", stage, microbatch
 
     def errors(self) -> Iterator[str]:
         """Yields errors of the lists: actions on the wrong rank, duplicate or missing. `simulate` finds
@@ -290,57 +306,35 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
     Raises:
         ScheduleDeadlock: the lists make ranks wait for each other.
     """
-    paper = _Simulation(schedule, costs)
-    while paper.ready:
-        paper.advance(paper.ready.pop())
-    at = [len(spans) for spans in paper.spans]
+    spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
+    stage_of, num_stages = [stage.stage for stage in schedule.virtual_stages], schedule.num_stages
+    seconds = {kind: [costs.seconds(kind, stage) for stage in range(num_stages)] for kind in PASS_KINDS}
+    loop = EventLoop[int](schedule.num_ranks, costs.transfer)
+
+    def run_list(rank: int, _: float) -> None:
+        done = spans[rank]
+        free = done[-1][1] if done else 0.0
+        for kind, virtual_stage, microbatch in islice(schedule.actions[rank], len(done), None):
+            stage = stage_of[virtual_stage]
+            needed, given = pass_events(kind, stage, microbatch, num_stages)
+            ready = loop.arrival(needed, rank)
+            if ready is None:
+                return
+            start = max(free, ready)
+            free = start + seconds[kind][stage]
+            done.append((start, free))
+            if given is not None:
+                loop.happen(given, free, rank)
+
+    loop.run(run_list)
+    at = [len(done) for done in spans]
     if at != [len(actions) for actions in schedule.actions]:
         raise _deadlock(schedule, at)
     peaks = tuple(
         max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0)
         for rank in range(schedule.num_ranks)
     )
-    return ScheduleTimeline(schedule, tuple(map(tuple, paper.spans)), peaks)
-
-
-class _Simulation:
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        self.actions, self.num_stages, self.transfer = schedule.actions, schedule.num_stages, costs.transfer
-        self.stage_of = [stage.stage for stage in schedule.virtual_stages]
-        self.seconds = {
-            kind: [costs.seconds(kind, stage) for stage in range(schedule.num_stages)] for kind in PASS_KINDS
-        }
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
-        self.ended: dict[int, tuple[float, int]] = {}
-        self.waiting: dict[int, list[int]] = {}  # what ranks stand before
-        self.ready = list(range(schedule.num_ranks))
-
-    def advance(self, rank: int) -> None:
-        spans, ended, waiting, num_stages = self.spans[rank], self.ended, self.waiting, self.num_stages
-        free = spans[-1][1] if spans else 0.0
-        for kind, virtual_stage, microbatch in islice(self.actions[rank], len(spans), None):
-            stage = self.stage_of[virtual_stage]
-            own = 2 * (microbatch * num_stages + stage)
-            needs: tuple[int, ...] = ()
-            if kind == "F":
-                needs = (own - 2,) if stage else ()
-            elif kind == "W":
-                needs = (own + 1,)
-            else:
-                needs = (own, own + 3) if stage + 1 < num_stages else (own,)
-            start = free
-            for need in needs:
-                if need not in ended:
-                    waiting.setdefault(need, []).append(rank)
-                    return
-                end, at = ended[need]
-                start = max(start, end if at == rank else end + self.transfer)
-            free = start + self.seconds[kind][stage]
-            spans.append((start, free))
-            if kind != "W":
-                given = own if kind == "F" else own + 1
-                ended[given] = free, rank
-                self.ready += waiting.pop(given, ())
+    return ScheduleTimeline(schedule, tuple(map(tuple, spans)), peaks)
 
 
 def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
