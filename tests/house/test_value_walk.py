@@ -8,7 +8,7 @@ import ast
 
 import pytest
 
-from tests.house.annotated_code import FunctionCode, ModuleCode, read_modules
+from tests.house.package_code import FunctionCode, ModuleCode, read_modules
 from tests.house.source import package_sources
 from tests.house.value_walk import follow
 

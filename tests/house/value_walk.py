@@ -21,15 +21,151 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from tests.house.annotated_code import (
-    QUESTIONS,
-    ClassCode,
-    FunctionCode,
-    ModuleCode,
-    Names,
-    arguments,
-    matched,
-)
+from tests.house.package_code import MAX_DEPTH, QUESTIONS, ClassCode, FunctionCode, ModuleCode, Type, matched
+
+SAME_TYPE = ("replace", "tuple", "list", "sorted", "reversed", "set", "iter", "frozenset")
+
+
+class Names:
+    """The names of one function: their types, and which of them hold the value."""
+
+    def __init__(self, function: FunctionCode, forms: frozenset[str] = frozenset()) -> None:
+        self.function, self.forms = function, forms
+        self.types: dict[str, Type | None] = {}
+        self.holding: set[str] = set()
+        for parameter in function.parameters:
+            self.types[parameter.arg] = function.module.annotated(parameter.annotation, function.owner)
+        if function.takes_self and function.parameters:
+            self.types[function.parameters[0].arg] = Type(function.owner)
+
+    def is_form(self, kind: Type | None) -> bool:
+        """Whether a type is a form of the value, or has one inside."""
+        if kind is None:
+            return False
+        named = kind.owner is not None and kind.owner.node.name in self.forms
+        return named or any(map(self.is_form, (*kind.items, kind.element)))
+
+    def holds(self, node: ast.expr) -> bool:
+        """Whether an expression holds the value."""
+        match node:
+            case ast.Name():
+                return node.id in self.holding
+            case ast.Starred() | ast.NamedExpr():
+                return self.holds(node.value)
+            case ast.Tuple() | ast.List():
+                return any(map(self.holds, node.elts))
+            case ast.IfExp():
+                return self.holds(node.body) or self.holds(node.orelse)
+            case ast.BoolOp():
+                return any(map(self.holds, node.values))
+            case ast.Attribute() | ast.Subscript():
+                return self.is_of_value(node.value) and self.is_form(self.type_of(node))
+            case ast.Call():
+                receiver = isinstance(node.func, ast.Attribute) and self.is_of_value(node.func.value)
+                return (receiver or any(map(self.holds, arguments(node)))) and self.is_form(
+                    self.type_of(node)
+                )
+            case ast.ListComp() | ast.GeneratorExp():
+                inside = any(
+                    isinstance(each, ast.Name) and each.id in self.holding for each in ast.walk(node)
+                )
+                return inside and self.is_form(self.type_of(node))
+        return False
+
+    def is_of_value(self, node: ast.expr) -> bool:
+        """Whether an expression is the value, or a part of it of any type."""
+        part = isinstance(node, ast.Attribute | ast.Subscript)
+        return self.holds(node) or (part and self.is_of_value(node.value))
+
+    def called(self, node: ast.expr, depth: int = 0) -> FunctionCode | ClassCode | None:
+        """What a call of `node` calls, as far as it is code of the package."""
+        module = self.function.module
+        if isinstance(node, ast.Name):
+            found = None if node.id in self.types else module.named(node.id)
+            return None if isinstance(found, ModuleCode) else found
+        if not isinstance(node, ast.Attribute):
+            return None
+        named = module.named(node.value.id) if isinstance(node.value, ast.Name) else None
+        if isinstance(named, ModuleCode):
+            found = named.named(node.attr)
+            return None if isinstance(found, ModuleCode) else found
+        kind = Type(named) if isinstance(named, ClassCode) else self.type_of(node.value, depth + 1)
+        return kind.owner.methods.get(node.attr) if kind is not None and kind.owner is not None else None
+
+    def type_of(self, node: ast.expr, depth: int = 0) -> Type | None:
+        """The type of an expression, as far as annotations say it."""
+        if depth > MAX_DEPTH:
+            return None
+        match node:
+            case ast.Name():
+                return self.types.get(node.id)
+            case ast.Attribute():
+                kind = self.type_of(node.value, depth + 1)
+                return (
+                    None if kind is None or kind.owner is None else _attribute(kind.owner, node.attr, depth)
+                )
+            case ast.Subscript():
+                kind = self.type_of(node.value, depth + 1)
+                index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+                return None if kind is None else kind.item(index) if isinstance(index, int) else kind.element
+            case ast.Starred() | ast.NamedExpr():
+                return self.type_of(node.value, depth + 1)
+            case ast.IfExp():
+                return self.type_of(node.body, depth + 1) or self.type_of(node.orelse, depth + 1)
+            case ast.BoolOp():
+                return next((kind for each in node.values if (kind := self.type_of(each, depth + 1))), None)
+            case ast.Tuple():
+                return Type(items=tuple(self.type_of(each, depth + 1) for each in node.elts))
+            case ast.ListComp() | ast.GeneratorExp():
+                return Type(element=self.type_of(node.elt, depth + 1))
+            case ast.Call():
+                return self._result(node, depth)
+        return None
+
+    def entered(self, node: ast.expr) -> Type | None:
+        """The type of what `with node as name` names: of a context manager that yields, or of the object."""
+        kind = self.type_of(node)
+        if kind is not None and kind.owner is not None:
+            method = kind.owner.methods.get("__enter__")
+            return (method.result if method else None) or kind
+        return kind and kind.element
+
+    def bind(self, target: ast.expr, holds: bool, kind: Type | None) -> None:
+        """Notes what an assignment to `target` gives its names."""
+        if isinstance(target, ast.Tuple | ast.List):
+            for index, each in enumerate(target.elts):
+                self.bind(each, holds, kind and kind.item(index))
+        elif isinstance(target, ast.Name):
+            self.types[target.id] = kind
+            self.holding = self.holding | {target.id} if holds else self.holding - {target.id}
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and holds:
+            self.holding = self.holding | {target.value.id}
+
+    def _result(self, node: ast.Call, depth: int) -> Type | None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        given = [self.type_of(each, depth + 1) for each in node.args]
+        if name in SAME_TYPE and given:
+            return given[0]
+        if name == "zip":
+            return Type(element=Type(items=tuple(each and each.element for each in given)))
+        if name == "enumerate" and given:
+            return Type(element=Type(items=(None, given[0] and given[0].element)))
+        if name == "next" and given:
+            return given[0] and given[0].element
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "enter_context" and node.args:
+            return self.entered(node.args[0])
+        found = self.called(node.func, depth + 1)
+        return Type(found) if isinstance(found, ClassCode) else found and found.result
+
+
+def _attribute(owner: ClassCode, name: str, depth: int) -> Type | None:
+    stated, assigned = owner.attribute(name), owner.assigned.get(name, ())
+    return stated or next((Names(method).type_of(value, depth + 1) for method, value in assigned), None)
+
+
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """All arguments of a call."""
+    return [*call.args, *(each.value for each in call.keywords)]
 
 
 @dataclass
