@@ -21,10 +21,11 @@ such as a counter. What blocks compute with is checked when a stage is recorded 
 and not again.
 
 Without it every microbatch would run like the first, with placeholders (stage_forward.py), and be as right.
-The script stays for its speed on thin layers: without it a step of two ranks with 8 microbatches takes 1.058 x
-the CPU seconds (95 % interval 1.031 to 1.072; A/A 1.008, 0.994 to 1.031). On layers of width 512 the gain is
-not above the noise: 1.011 (1.004 to 1.022) and 0.998 (0.984 to 1.008) under 1F1B, 1.015 (0.999 to 1.024) under
-GPipe, A/A 0.96 to 1.02. Steps of benchmarks/pipeline/pipeline_vs_torch.py, `toy8` and `large`, 2026-11.
+The script stays for its speed on thin layers: without it a step of two ranks with 8 microbatches takes
+1.058 x the CPU seconds (95 % interval 1.031 to 1.072; A/A 1.008, 0.994 to 1.031). On layers of width 512 the
+gain is not above the noise: 1.011 (1.004 to 1.022) and 0.998 (0.984 to 1.008) under 1F1B, 1.015 (0.999 to
+1.024) under GPipe, A/A 0.96 to 1.02. Steps of benchmarks/pipeline/pipeline_vs_torch.py, `toy8` and `large`,
+2026-11.
 """
 
 from collections import OrderedDict
