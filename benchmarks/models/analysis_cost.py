@@ -67,7 +67,6 @@ def main() -> None:
     rows = {name: _row(name, rounds) for name in (*FAMILY_NAMES, LARGE)}
     ratios = [rows[name]["ratio"] for name in FAMILY_NAMES]
     middle = median(ratios)
-    holds = "yes" if middle <= BAR else "no"
     spread = (min(ratios), max(ratios))
     result = Result.of(
         NAME,
@@ -76,7 +75,7 @@ def main() -> None:
         median=middle,
         spread=spread,
         bar=BAR,
-        holds=holds,
+        holds=middle <= BAR,
         repeats=ROUNDS * REPEATS,
         detail={"before": BEFORE, "families": rows},
     )
@@ -84,7 +83,7 @@ def main() -> None:
 
 
 def _row(name: str, rounds: dict[str, list[dict[str, list[float]]]]) -> dict[str, Any]:
-    """Returns the CPU seconds and forwards of a family in both trees, their ratio, and the noise of a ratio."""
+    """Returns the CPU seconds and forwards of a family in both trees, their ratio, and its noise."""
     seconds = {tree: [each[name][0] for each in found] for tree, found in rounds.items()}
     forwards = {tree: int(found[0][name][1]) for tree, found in rounds.items()}
     noise = max(max(each) / min(each) for each in seconds.values())
@@ -95,14 +94,8 @@ def _row(name: str, rounds: dict[str, list[dict[str, list[float]]]]) -> dict[str
 def _measure_tree(tree: Path) -> dict[str, list[float]]:
     paths = os.pathsep.join((str(tree / "src"), str(ROOT)))
     command = [sys.executable, "-m", "benchmarks.models.analysis_cost", "here"]
-    found = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": paths}
+    found = subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
 
@@ -110,7 +103,7 @@ def measure_here() -> dict[str, list[float]]:
     """Returns the CPU seconds (the fewest of REPEATS) and forwards of each family, in this process."""
     torch.set_num_threads(1)
     families = {family.name: family for family in FAMILIES}
-    config = transformers.AutoConfig.for_model("deepseek_v3")
+    config = transformers.DeepseekV3Config()
     ids = torch.randint(3, 250, (2, 64))
     found = {LARGE: _analyze(lambda: transformers.DeepseekV3ForCausalLM(config), _labelled(ids))}
     for name in FAMILY_NAMES:
@@ -128,7 +121,7 @@ def _case(family: Family) -> tuple[Callable[[], nn.Module], dict[str, torch.Tens
 
 
 def _builder(architecture: str, fields: dict[str, Any]) -> Callable[[], nn.Module]:
-    kind = transformers.__getattr__(architecture)
+    kind = getattr(transformers, architecture)
     return lambda: kind(transformers.AutoConfig.for_model(**fields))
 
 

@@ -60,7 +60,7 @@ def test_every_kind_of_value_is_kept(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": "meshwright.recording", "version": 99}', "version 99; needed is meshwright.recording"),
+        ('{"format": "meshwright recording", "version": 99}', "version 99; needed is meshwright recording"),
         ("[1, 2]", "has format None"),
         ("{", "cannot be read"),
     ],
@@ -76,5 +76,5 @@ def test_a_compressed_file_is_plain_json_inside(tmp_path: Path):
     path = tmp_path / "recording.json.gz"
     save_recording(record_function(lambda: torch.ones(2) + 1), path)
     found = json.loads(gzip.decompress(path.read_bytes()))
-    assert (found["format"], found["version"]) == ("meshwright.recording", 1)
+    assert (found["format"], found["version"]) == ("meshwright recording", 1)
     assert [event[1] for event in found["events"] if event[0] == "FunctionCall"] == ["ones", "add"]

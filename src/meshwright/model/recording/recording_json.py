@@ -1,6 +1,6 @@
 """Saves recordings as JSON, gzip-compressed if the file's name ends in ".gz", and loads them.
 
-    {"format": "meshwright.recording", "version": 1,
+    {"format": "meshwright recording", "version": 1,
      "tensors": [[1, 1, 0, [3, 7], ...], ...],           each record once
      "events": [["AtenOp", "aten.mm.default", ...], ...]}
 
@@ -36,7 +36,7 @@ from meshwright.model.recording.forward_recording import (
 )
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 
-FORMAT, VERSION = "meshwright.recording", 1
+FORMAT, VERSION = "meshwright recording", 1
 EVENTS: dict[str, type[Any]] = {
     event.__name__: event
     for event in (
