@@ -45,6 +45,7 @@ FAMILY_NAMES = (
     *("bart", "t5"),
 )
 LARGE = "DeepSeek-V3, 61 layers"
+Build = Callable[[], nn.Module | meshwright.Model]
 ROUNDS, REPEATS, BAR = 2, 3, 0.5
 CLAIM = (
     "Analyzing a model (analyze, sequences, memory) takes at most half the CPU seconds that it took before "
@@ -112,15 +113,18 @@ def measure_here() -> dict[str, list[float]]:
     return found
 
 
-def _case(family: Family) -> tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]:
+def _case(family: Family) -> tuple[Build, dict[str, torch.Tensor]]:
     fields = {key: value for key, value in family.config.items() if key != "architectures"}
+    if family.factory:
+        factory = getattr(custom_models, family.factory)
+        return factory, factory().example
     build = _builder(family.architecture, fields)
     if not family.trains_on_text:
         return build, custom_models.masked_text()
     return build, _labelled(torch.randint(3, 250, (6, SEQUENCE)))
 
 
-def _builder(architecture: str, fields: dict[str, Any]) -> Callable[[], nn.Module]:
+def _builder(architecture: str, fields: dict[str, Any]) -> Build:
     kind = getattr(transformers, architecture)
     return lambda: kind(transformers.AutoConfig.for_model(**fields))
 
@@ -129,14 +133,15 @@ def _labelled(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def _analyze(build: Callable[[], nn.Module], example: dict[str, torch.Tensor]) -> list[float]:
+def _analyze(build: Build, example: dict[str, torch.Tensor]) -> list[float]:
     """Returns the CPU seconds of an analysis, and the forwards of the whole model that it ran."""
     counts, before = Counter[str](), time.process_time()
 
-    def counted() -> nn.Module:
-        module = build()
+    def counted() -> nn.Module | meshwright.Model:
+        made = build()
+        module = made.module if isinstance(made, meshwright.Model) else made
         module.register_forward_pre_hook(lambda module, args: counts.update(["forwards"]))
-        return module
+        return made
 
     analyzed = meshwright.analyze(counted, example)
     _ = analyzed.sequence_info
