@@ -1,5 +1,6 @@
 """The models of the benchmarks, and training steps of some of them.
 
+analysis_cost   CPU seconds and forwards of an analysis, before and after
 custom_models   a model file as a user would write it, for models that do not take plain text
 head_batches    batches of the collators of transformers
 head_families   the models with a head of `hf_defaults`

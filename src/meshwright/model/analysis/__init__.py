@@ -2,7 +2,7 @@
 
 analyze              deferred init, blocks, and the `ModelSpec` that one trial forward finds
 forward_errors       what is wrong with a batch or a forward that fails
-record_model         records forwards of a model, on fake tensors where it can
+record_model         records the forwards that the analysis reads
 repeated_forward     runs the forward again, and refuses one that computes something else
 sharding_trials      the trials that need the layers of the model, which the first trial finds
 memory_trial         the memory of each block call: a forward and a backward that count bytes

@@ -51,6 +51,7 @@ from meshwright.model.tensor_parallel.residual_stream_trace import trace_residua
 from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
+from meshwright.model.tensors.garbage_collection import pause_garbage_collection
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
@@ -111,6 +112,7 @@ class AnalyzedModel:
         return record_model(self.loaded_model, self.block_names, inputs)
 
     @cached_property
+    @pause_garbage_collection()
     def sequence_info(self) -> SequenceInfo | None:
         """The treatment of the sequence dim by the model, found by its own trial on first use; None if it
         takes no tokens.
@@ -154,6 +156,7 @@ class AnalyzedModel:
     def _memory_by_dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], ModelMemory | None]:
         return {}
 
+    @pause_garbage_collection()
     def _measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
         if self.loss.whole_batch:
             return None
@@ -200,6 +203,7 @@ class AnalyzedModel:
         return set_training_mode(module), blocks, parameters
 
 
+@pause_garbage_collection()
 def analyze(
     loaded_model: LoadedModel,
     example: Example,

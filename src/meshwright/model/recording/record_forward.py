@@ -8,7 +8,6 @@ are known by weak references of torch's own, which keep their addresses from bei
 Cost: about 10 us per operation and torch call, beside 35 us that an operation on fake tensors takes.
 """
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +45,7 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
 )
 from meshwright.model.tensors.call_description import in_user_checkpoint
+from meshwright.model.tensors.garbage_collection import pause_garbage_collection
 from meshwright.model.tensors.pytree import dataclass_items, is_dataclass_instance
 
 PACKAGE, TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
@@ -197,14 +197,10 @@ class ForwardRecorder:
             block.forward = partial(self._run_block, name, block.forward)
         # an index, since the graph of an output that it saves itself would never be freed
         saving = torch.autograd.graph.saved_tensors_hooks(self._note_saved, self._saved.__getitem__)
-        collects = gc.isenabled()
-        gc.disable()  # what it would look through is still in use
         try:
-            with _OpMode(self), saving, _CallMode(self):
+            with pause_garbage_collection(), _OpMode(self), saving, _CallMode(self):
                 yield
         finally:
-            if collects:
-                gc.enable()
             self._saved.clear()
             for handle in handles:
                 handle.remove()

@@ -66,6 +66,8 @@ def component_labels(count: int, ties: Iterable[tuple[FeatureIds, FeatureIds]]) 
     first = np.concatenate([pair[0] for pair in pairs]) if pairs else label[:0]
     second = np.concatenate([pair[1] for pair in pairs]) if pairs else label[:0]
     while (label[first] != label[second]).any():
+        open_pairs = label[first] != label[second]
+        first, second = first[open_pairs], second[open_pairs]
         tied_id, other = label[first], label[second]
         np.minimum.at(label, np.maximum(tied_id, other), np.minimum(tied_id, other))
         while (label[label] != label).any():

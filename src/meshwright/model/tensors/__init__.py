@@ -6,6 +6,7 @@ clear_fake_caches     clears functools caches in which a model's code keeps fake
 fake_tensor_limits    errors that say what fake tensors cannot do
 float64_mode          function mode that turns every cast to float32 into one to float64
 function_modes        function and dispatch modes over the code between blocks
+garbage_collection    pauses Python's garbage collector during an analysis
 inplace_leaf_alias    non-leaf alias of a leaf, which may be written in place
 lazy_mapping          mapping of named tensors that are made on access
 placeholder           tensor subclass with shape, dtype and device, and no values
