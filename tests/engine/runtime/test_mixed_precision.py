@@ -223,7 +223,7 @@ def test_unscaled_gradients_come_from_the_executor(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.executor.state.update.step = lambda engine=engine: found.append(
+        engine.executor.state.update.step = lambda names, engine=engine: found.append(
             engine.executor.gather_gradients()
         )
         engine.step(token_samples(12))

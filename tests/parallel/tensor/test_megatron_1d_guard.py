@@ -107,7 +107,7 @@ def test_shards_of_slices_are_gathered_once_more(stage: int):
 
 def test_a_slice_alone_would_report_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        spike_diagnosis, "_merge_findings", lambda plan, state, seen: (seen.loss, seen.sqnorms, "", "")
+        spike_diagnosis, "_merge_findings", lambda state, seen: (seen.loss, seen.sqnorms, "", "")
     )
     expected, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
     assert found.rank_reports[2].grad_norm != pytest.approx(expected.rank_reports[1].grad_norm, rel=1e-3)
