@@ -215,7 +215,7 @@ def test_a_second_step_that_differs_from_the_first_is_named_once(analyzed: mw.An
     [
         ({"nbytes": 364}, "364 bytes float64"),
         ({"dtype": "float32"}, "728 bytes float32"),
-        ({"collective": "all_gather"}, "all_gather"),
+        ({"collective": "all_to_all"}, "all_to_all"),
     ],
 )
 def test_a_program_that_states_something_else_than_what_is_done_is_named(
