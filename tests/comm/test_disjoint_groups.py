@@ -1,6 +1,7 @@
 """All groups of a plan in few splits of a communicator."""
 
-from meshwright.comm.disjoint_groups import GroupKey, groups_of, pack_disjoint
+from meshwright.comm.collectives.group import GroupKey
+from meshwright.comm.disjoint_groups import groups_of, pack_disjoint
 from meshwright.plan.sharding.mesh import Mesh
 
 PP4_DP2 = Mesh(pp=4, dp_replicate=2)

@@ -13,9 +13,9 @@ neighbouring stages, in both directions, take four splits, and each set of axes 
 
 from collections.abc import Iterable
 
+from meshwright.comm.collectives.group import GroupKey
 from meshwright.plan.sharding.mesh import Mesh
 
-GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them; () means all
 Batch = dict[GroupKey, list[tuple[int, ...]]]  # the ranks of every group of each key
 
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
-from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.comm.collectives.ledger import Ledger
-from meshwright.comm.disjoint_groups import Batch, GroupKey, groups_of, pack_disjoint
+from meshwright.comm.disjoint_groups import Batch, groups_of, pack_disjoint
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
@@ -80,7 +80,7 @@ class TorchWorld(World):
         self._use_shared_memory = shared_memory and self.device.type == "cpu"
         self.serializes_p2p = self.device.type != "cpu"
         self._logged: set[str] = set()
-        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
+        self._groups: dict[GroupKey, Group] = {}
         # None: groups of others, made by all ranks
         self._process_groups: dict[GroupKey, dist.ProcessGroup | None] = {}
 

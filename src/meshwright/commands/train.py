@@ -36,7 +36,7 @@ from meshwright.run.checkpoint.resume import (
     resume,
 )
 from meshwright.run.config.config_and_plan_files import read_request
-from meshwright.run.config.plan_file import request_as_dict, write_request
+from meshwright.run.config.plan_file import PLAN_FILE, request_as_dict, write_request
 from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
@@ -115,8 +115,6 @@ def _show(show: ShowStep, event: CallbackEvent) -> None:
             )
         )
 
-
-PLAN_FILE = "plan.toml"
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.run.config.plan_file import PLAN_FILE
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
@@ -74,7 +75,7 @@ def verify(
         reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
         with claim_run_folder(folder) as attempt:
-            plan_file = folder / "plan.toml"
+            plan_file = folder / PLAN_FILE
             write_plan((request, ready), plan_file)
             argv = ["verify", str(plan_file), "--steps", str(steps), "--result-folder", str(folder)]
             argv += ["--shrink"] if shrink else []

@@ -174,35 +174,20 @@ class Plan:
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
         program = _all_roles(job, self.sharding, self.strategies, micro_batch)
-        return Plan(
-            job,
-            self.run,
-            self.mesh,
-            micro_batch,
-            self.strategies,
-            self.sharding,
-            program,
-            self.file_digests,
-        )
+        return Plan(**self._values(job=job, micro_batch=micro_batch, program=program))
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """Returns this plan with the specification of the same model on samples of another length."""
         sharding = replace(self.sharding, model_spec=model_spec)
         program = _all_roles(self.job, sharding, self.strategies, self.micro_batch)
-        return Plan(
-            self.job,
-            self.run,
-            self.mesh,
-            self.micro_batch,
-            self.strategies,
-            sharding,
-            program,
-            self.file_digests,
-        )
+        return Plan(**self._values(sharding=sharding, program=program))
 
     def _at(self, rank: int, view: RankView, role: Role) -> "RankPlan":
-        values = {item.name: getattr(self, item.name) for item in fields(Plan)}
-        return RankPlan(**values, rank=rank, view=view, role=role)
+        return RankPlan(**self._values(), rank=rank, view=view, role=role)
+
+    def _values(self, **changes: Any) -> dict[str, Any]:
+        """Returns the fields of the plan of all ranks, with `changes`."""
+        return {item.name: getattr(self, item.name) for item in fields(Plan)} | changes
 
     @property
     def model_spec(self) -> ModelSpec:

@@ -14,8 +14,8 @@ within a rank takes transfers without messages, and no other stream does.
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
+from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.plan.hardware.streams import STREAMS
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Transfer
 
@@ -61,6 +61,6 @@ def _problems(mesh: Mesh, transfer: Transfer) -> Iterator[str]:
     if messages[-1].collective not in allowed:
         yield f"{meaning}, and its last message is {messages[-1].collective}, not {' or '.join(allowed)}"
     for message in messages:
-        width = {**FLOAT_NBYTES, **INTEGER_NBYTES}.get(message.dtype, 1)
+        width = DTYPE_NBYTES.get(message.dtype, 1)
         if message.nbytes % width:
             yield f"{meaning}, and {message.nbytes} bytes are no whole number of {message.dtype}"

@@ -18,7 +18,7 @@ from meshwright.comm.collectives.collective_call import (
     rank_slices,
     shares_memory,
 )
-from meshwright.comm.collectives.group import Group, Work, World
+from meshwright.comm.collectives.group import Group, GroupKey, Work, World
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -158,7 +158,7 @@ class FakeWorld(World):
         self.rank = rank
         self.ledger = Ledger()
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
-        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
+        self._groups: dict[GroupKey, Group] = {}
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
         """Returns the group along `axes`. Raises PlanError for an unknown axis."""

@@ -14,6 +14,8 @@ import torch
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
+GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them; () means all
+
 
 class Work(ABC):
     """A collective in flight."""
@@ -190,8 +192,8 @@ class World(ABC):
         ranks at these indices; any other rank calls it too, and gets a group of itself alone.
         """
 
-    def create_groups(self, keys: Iterable[tuple[tuple[str, ...], tuple[int, ...]]]) -> None:
-        """Creates the groups of `keys` (axes, member indices) ahead of their first use; all ranks call it
+    def create_groups(self, keys: Iterable[GroupKey]) -> None:
+        """Creates the groups of `keys` ahead of their first use; all ranks call it
         with the same keys.
         """
         for axes, member_indices in sorted(keys):

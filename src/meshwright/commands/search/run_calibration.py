@@ -22,10 +22,8 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.run_calibration import RunCalibration
 from meshwright.planner.program_cost.network_time import RatedNetworkTime
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.run.config.plan_file import PLAN_FILE
 from meshwright.run.measure.previous_run import PreviousRun, TimedCollective
-
-PLAN_FILE = "plan.toml"
-
 
 WHERE = "--calibrate-from"
 

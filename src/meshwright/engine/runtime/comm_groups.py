@@ -17,8 +17,7 @@ same way.
 
 from collections.abc import Iterator
 
-from meshwright.comm.collectives.group import Group, World
-from meshwright.comm.disjoint_groups import GroupKey
+from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 

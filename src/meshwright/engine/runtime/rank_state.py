@@ -232,7 +232,7 @@ class RankState:
         transfer = action.transfer
         if transfer is None:
             return
-        operand = self.operand(action) if tensor is None else Operand(tensor, tensor)
+        operand = self.operand(action) if tensor is None else Operand.in_place(tensor)
         group, output = self.world.group(transfer.axes, transfer.member_indices), operand.output
         match transfer.collective:
             case "broadcast":

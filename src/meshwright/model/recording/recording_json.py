@@ -14,44 +14,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from meshwright.model.recording.forward_recording import (
-    AtenOp,
     BlockBoundaries,
-    BlockEnd,
-    BlockStart,
-    FunctionCall,
-    ModelRecompute,
-    ModuleEnd,
-    ModuleStart,
+    Event,
     Opaque,
-    RandomDraw,
     Recording,
-    SavedTensor,
-    TensorFreed,
     TensorRecord,
 )
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
+from meshwright.plan.job.file_format import RECORDING
 
-FORMAT, VERSION = "meshwright recording", 1
-EVENTS: dict[str, type[Any]] = {
-    event.__name__: event
-    for event in (
-        AtenOp,
-        FunctionCall,
-        ModuleStart,
-        ModuleEnd,
-        BlockStart,
-        BlockEnd,
-        SavedTensor,
-        RandomDraw,
-        TensorFreed,
-        ModelRecompute,
-    )
-}
+EVENTS: dict[str, type[Any]] = {event.__name__: event for event in get_args(Event)}
 DTYPES = {
     str(each).removeprefix("torch."): each for each in vars(torch).values() if type(each) is torch.dtype
 }
@@ -62,8 +39,7 @@ def save_recording(recording: Recording, path: Path) -> None:
     """Writes `recording` to `path`. Raises PlanError if the file cannot be written."""
     tensors: dict[TensorRecord, int] = {}
     plain = {
-        "format": FORMAT,
-        "version": VERSION,
+        **RECORDING.header,
         **{field.name: _plain(_attribute(recording, field.name), tensors) for field in fields(Recording)},
     }
     plain["events"] = [
@@ -88,9 +64,10 @@ def load_recording(path: Path) -> Recording:
         text = f"'{path}' cannot be read: {error}"
         raise PlanError(text, fix="name a file that `inspect --record` wrote", location="record") from error
     given = (found.get("format"), found.get("version")) if isinstance(found, dict) else (None, None)
-    if given != (FORMAT, VERSION):
-        text = f"'{path}' has format {given[0]}, version {given[1]}; needed is {FORMAT}, version {VERSION}"
-        raise PlanError(text, fix="record it again: meshwright inspect --record FILE", location="record")
+    if given != (RECORDING.name, RECORDING.version):
+        needed = f"{RECORDING.name}, version {RECORDING.version}"
+        text = f"'{path}' has format {given[0]}, version {given[1]}; needed is {needed}"
+        raise PlanError(text, fix=RECORDING.fix, location="record")
     tensors = [_tensor(each) for each in found["tensors"]]
     values = {field.name: found[field.name] for field in fields(Recording)}
     events = [EVENTS[kind](*(_value(each, tensors) for each in rest)) for kind, *rest in values.pop("events")]

@@ -25,12 +25,12 @@ from itertools import product
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
+from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
 from meshwright.parallel.context.attention_args_to_4d import AttentionInputs
 from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.rank_view import RankView
@@ -279,7 +279,7 @@ def exchange_transfers(
         return Transfer(
             collective,
             (axis,),
-            numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype],
+            numel * DTYPE_NBYTES[dtype],
             dtype=dtype,
             num_neighbours=near,
         )

@@ -10,7 +10,7 @@ after which an older reader would misread the file; no file of another version i
     run folder     plan.toml, run_info.json, metrics.jsonl (its first line), ranks/*.json, trace/*.json,
                    attempts/*/owner.json, checkpoints/best.json
     checkpoint     manifest.json, which lists the shards with their checksums; no shard is read without it
-    elsewhere      meta.json of a token cache, device.toml, cluster.toml
+    elsewhere      meta.json of a token cache, device.toml, cluster.toml, the recording of a forward
 """
 
 from dataclasses import dataclass
@@ -73,3 +73,4 @@ DEVICE_PROFILE = FileFormat(
     "meshwright device profile", 1, "measure again: meshwright bench device --out device.toml"
 )
 CLUSTER = FileFormat("meshwright cluster", 1, "measure again: meshwright bench network --out cluster.toml")
+RECORDING = FileFormat("meshwright recording", 1, "record it again: meshwright inspect --record FILE")

@@ -17,6 +17,8 @@ from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.plan.job.file_format import PLAN
 from meshwright.run.config.config_and_plan_files import PlanRequest
 
+PLAN_FILE = "plan.toml"  # its name in a run folder
+
 
 def write_request(request: PlanRequest, path: Path) -> None:
     """Writes `request` to `path` as TOML, with every default; a reader sees the old or the new file.

@@ -21,6 +21,7 @@ from meshwright.plan.job.file_format import PLAN
 from meshwright.plan.sharding.mesh import Mesh, axes_with
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
+from meshwright.run.config.plan_file import PLAN_FILE
 from meshwright.run.measure.cluster_file import describe_machine, read_cluster
 
 
@@ -106,7 +107,7 @@ def _axes(fields: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _resumed_rule(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
-    path = folder / "plan.toml"
+    path = folder / PLAN_FILE
     if not path.is_file() or not any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
         return None
     try:
