@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
-from meshwright.engine.forward_backward.pipelined_eval import PipelinedEvaluation, rank_schedule, stage_ranks
+from meshwright.engine.forward_backward.pipelined_eval import PipelinedEvaluation
+from meshwright.engine.forward_backward.pipelined_eval_order import rank_schedule, stage_ranks
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit as Split
 from meshwright.parallel.data.ddp import DDP
