@@ -3,7 +3,8 @@
 Without running it, by its messages, and by its numbers.
 
     static_checks           checks of a program without running it: order, waits, memory, gradients, updates
-    pipeline_message_order  checks between pipeline ranks: order of messages, deadlocks
+    pipeline_message_order  checks between pipeline ranks: the order of messages
+    nccl_deadlocks          where a program would wait for ever, under the rules of NCCL
     tied_grad_sums          checks of the sums of tied gradients over pipeline ranks
     message_checks          checks of what transfers mean, and of the messages that carry them
     messages                the messages of a step, as the program states them and as a rank issued them

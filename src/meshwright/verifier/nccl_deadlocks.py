@@ -106,7 +106,11 @@ class _Check:
         for number, role in enumerate(self._roles) if self._rule == "synchronize" else ():
             for index, messages in enumerate(role.messages):
                 for message in messages:
-                    needed = max(self._needed[member, message][number] for member in self._members[message])
+                    sides = {member: self._needed.get((member, message)) for member in self._members[message]}
+                    if absent := [self._roles[member].name for member, side in sides.items() if side is None]:
+                        yield f"{role.name} begins {role.actions[index].name}, and {absent[0]} never does"
+                        continue
+                    needed = max(side[number] for side in sides.values() if side is not None)
                     late = next(
                         (each for each in role.actions[index + 1 : needed] if not each.starts_work), None
                     )
