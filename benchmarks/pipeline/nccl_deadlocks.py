@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from benchmarks.harness.result import Result
@@ -76,12 +77,9 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Yields every model, schedule, number of ranks and of microbatches; some of them are refused."""
-    for model in MODELS:
-        for schedule, entry in SCHEDULES.items():
-            for num_ranks in RANKS:
-                for num_microbatches in MICROBATCHES:
-                    for virtual_stages in (0,) if entry.num_virtual_stages else (0, 2):
-                        yield Case(model.name, schedule, num_ranks, virtual_stages, num_microbatches)
+    for model, schedule, num_ranks, count in product(MODELS, SCHEDULES, RANKS, MICROBATCHES):
+        for virtual_stages in (0,) if SCHEDULES[schedule].num_virtual_stages else (0, 2):
+            yield Case(model.name, schedule, num_ranks, virtual_stages, count)
 
 
 def check(case: Case) -> Iterator[tuple[NcclRule, str, list[str]]]:

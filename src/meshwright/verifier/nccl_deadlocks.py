@@ -183,7 +183,7 @@ class _Check:
             own: list[_Message] = []
             for transfer in action.transfers if action.starts_work else ():
                 ranks = transfer.member_ranks(plan.mesh, role.ranks[0])
-                members = frozenset(role_of[rank] for rank in ranks)
+                members = frozenset(role_of[rank] for rank in ranks if rank in role_of)
                 if len(members) > 1:
                     key = _communicator(plan, action, transfer, ranks)
                     message = _Message(key, sent[key])
