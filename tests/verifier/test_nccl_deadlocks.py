@@ -11,6 +11,7 @@ from meshwright.engine.forward_backward.pipelined_eval_order import EvalOrder, e
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline import send_recv_insertion
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.pipeline.receive_prefetch import ReceiveWindow
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
@@ -139,18 +140,18 @@ def test_launches_that_block_are_safe_in_gpipe_and_not_in_1f1b():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"])
 def test_receives_that_ignore_what_they_depend_on_are_noticed(schedule: str, monkeypatch):
-    monkeypatch.setattr(send_recv_insertion.TransferRoutes, "runs_needed", lambda *_: _Zeros())
+    monkeypatch.setattr(send_recv_insertion.TransferRoutes, "receive_windows", lambda *_: _Anywhere())
     plan = pipelined(schedule, pp=3, microbatches=2)
     assert any("on which it depends" in each.problem for each in static_checks(plan))
 
 
-class _Zeros(dict[str, int]):
-    def __missing__(self, name: str) -> int:
-        return 0
+class _Anywhere(dict[str, ReceiveWindow]):
+    def __missing__(self, name: str) -> ReceiveWindow:
+        return ReceiveWindow(0, 99)
 
 
 def test_evaluations_that_post_every_receive_ahead_are_noticed(monkeypatch):
-    monkeypatch.setattr(EvalOrder, "_may_depend", lambda *_: False)
+    monkeypatch.setattr(EvalOrder, "_send_time", lambda *_: 0)
     texts = list(check_evaluation(pipelined("zb_v")))
     assert texts
     assert all(text.startswith("in an evaluation of ") for text in texts)

@@ -7,13 +7,14 @@ With v stages on each rank, stage p of forward k runs at time v k + p; at equal 
                       rank 2         0  1  2  3  4
 
 So all ranks are busy once the first forward has passed through, and no rank waits for anything with a later
-time: no order of sends and receives can deadlock. A rank posts its receives one run ahead, each sender's in
-the order in which it sends; but not before a run of its own that their senders may depend on, which are those
-with an earlier time. A run begins only when the sends that were due a round before have completed. This
-bounds what is in flight.
+time: no order of sends and receives can deadlock. A rank posts a receive before its own first run that is not
+earlier than the run of the sender: of inputs from the stage before, one run ahead. So the receive is not
+posted before a run on which it depends, nor after one that depends on what the sender does next; on a GPU,
+either could stop both ranks (verifier/nccl_deadlocks.py). A run begins only when the sends that were due a
+round before have completed. This bounds what is in flight.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal
@@ -88,54 +89,33 @@ class EvalOrder:
 
     def events(self, rank: int) -> Iterator[EvalEvent]:
         """Yields the events of `rank`, lazily: forwards begin when they are reached."""
-        incoming = {peer: self._transfers(peer, rank) for peer in set(self._ranks) if peer != rank}
-        received = set[tuple[int, StageTransfer]]()
-        pending: EvalEvent | None = None
+        incoming = [self._receives(peer, rank) for peer in sorted(set(self._ranks)) if peer != rank]
+        waiting = [next(receives, None) for receives in incoming]
         for stage, number in self._schedule(rank):
-            arriving = list(self._receives(stage, number, incoming, received))
-            if pending is not None and any(self._may_depend(each, pending) for each in arriving):
-                yield from self._run_and_send(pending)
-                pending = None
-            yield from arriving
-            if pending is not None:
-                yield from self._run_and_send(pending)
-            pending = EvalEvent("run", number, stage, self._time(stage, number))
-        if pending is not None:
-            yield from self._run_and_send(pending)
+            run = EvalEvent("run", number, stage, self._time(stage, number))
+            for peer, receives in enumerate(incoming):
+                while (receive := waiting[peer]) is not None and self._send_time(receive) <= run.time:
+                    yield receive
+                    waiting[peer] = next(receives, None)
+            yield from self._run_and_send(run)
 
     def _time(self, stage: int, number: int) -> int:
         return self.max_stages_per_rank * number + stage
 
-    def _may_depend(self, receive: EvalEvent, run: EvalEvent) -> bool:
-        return receive.transfer is not None and (
-            self._time(receive.transfer.source, receive.number) > run.time
-        )
+    def _send_time(self, receive: EvalEvent) -> int:
+        return self._time(receive.transfer.source if receive.transfer else receive.stage, receive.number)
 
     def _schedule(self, rank: int) -> Iterator[tuple[int, int]]:
         stages = [stage for stage, stage_rank in enumerate(self._ranks) if stage_rank == rank]
         return rank_schedule(stages, self.max_stages_per_rank, self._has_forward)
 
-    def _transfers(self, source: int, target: int) -> Iterator[tuple[int, StageTransfer]]:
-        """Yields the transfers between two ranks in the order in which `source` sends them."""
+    def _receives(self, source: int, target: int) -> Iterator[EvalEvent]:
+        """Yields the receives of `target` from `source` in the order in which it sends."""
         for stage, number in self._schedule(source):
             for transfer in self._transfers_of(number):
                 if transfer.source == stage and self._ranks[transfer.target] == target:
-                    yield number, transfer
-
-    def _receives(
-        self,
-        stage: int,
-        number: int,
-        incoming: Mapping[int, Iterator[tuple[int, StageTransfer]]],
-        received: set[tuple[int, StageTransfer]],
-    ) -> Iterator[EvalEvent]:
-        """Yields the receives of a run, and of all that its senders send before."""
-        for transfer in self.transfers_into(stage, number):
-            while (number, transfer) not in received:
-                other, previous = next(incoming[self._ranks[transfer.source]])
-                received.add((other, previous))
-                time = self._time(previous.target, other)
-                yield EvalEvent("recv", other, previous.target, time, previous)
+                    time = self._time(transfer.target, number)
+                    yield EvalEvent("recv", number, transfer.target, time, transfer)
 
     def transfers_into(self, stage: int, number: int) -> Iterator[StageTransfer]:
         """Yields the transfers from other ranks that a run needs."""

@@ -51,7 +51,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 
-from meshwright.parallel.pipeline.receive_prefetch import RunsNeeded, find_runs_needed, post_receives_early
+from meshwright.parallel.pipeline.receive_prefetch import ReceiveWindow, RunsNeeded, post_receives_early
 from meshwright.parallel.pipeline.schedules.schedule import Dependency, Schedule
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
@@ -128,23 +128,25 @@ class TransferRoutes:
                 done.append(receives[name])
         return done
 
-    def runs_needed(self, pp_rank: int) -> Mapping[str, int]:
-        """Returns how many runs `pp_rank` must have ended before each message that it receives is sent."""
+    def receive_windows(self, pp_rank: int) -> Mapping[str, ReceiveWindow]:
+        """Returns when `pp_rank` may post each of its receives, by name."""
         return {
-            name: int(self._runs_needed[sender][pp_rank])
+            name: self._runs_needed.window(sender, pp_rank, is_forwarded=is_forwarded)
             for (_, target), receives in self._receives.items()
             if target == pp_rank
-            for name, sender in receives.items()
+            for name, (sender, is_forwarded) in receives.items()
         }
 
     @cached_property
     def _runs_needed(self) -> RunsNeeded:
-        return find_runs_needed(self._schedule)
+        return RunsNeeded(self._schedule)
 
     @cached_property
-    def _receives(self) -> dict[tuple[int, int], dict[str, Dependency]]:
-        """The names of the receives and the run that sends each, in order, by the two ranks."""
-        found: dict[tuple[int, int], dict[str, Dependency]] = {}
+    def _receives(self) -> dict[tuple[int, int], dict[str, tuple[Dependency, bool]]]:
+        """The names of the receives, with the run that sends each and whether it only forwards it, in order,
+        by the two ranks.
+        """
+        found: dict[tuple[int, int], dict[str, tuple[Dependency, bool]]] = {}
         for source, actions in enumerate(self._schedule.actions):
             for action in (action for action in actions if action.kind != "W"):
                 stage, back = self._schedule.virtual_stages[action.virtual_stage].stage, action.kind != "F"
@@ -155,13 +157,14 @@ class TransferRoutes:
                     else self.transfers_from(stage, action.microbatch)
                 ):
                     target = self._rank[transfer.source if back else transfer.target, action.microbatch]
+                    is_forwarded = not back and transfer.value not in self._stages[stage].outputs
                     if target != source and (transfer.value.needs_grad or not back):
                         name = Action(
                             "RECV_GRAD" if back else "RECV",
                             transfer.subject(backward=back),
                             action.microbatch,
                         ).name
-                        found.setdefault((source, target), {})[name] = sender
+                        found.setdefault((source, target), {})[name] = sender, is_forwarded
         return found
 
 
@@ -233,7 +236,7 @@ class SendRecvInsertion:
         starts = {("F", stage.block_calls[0]) for stage in self._stages}
         starts |= {(kind, stage.block_calls[-1]) for stage in self._stages for kind in ("B", "I", "W")}
         ordered = self._routes.order_receives(done, self._mine)
-        return list(post_receives_early(ordered, starts, self._routes.runs_needed(self._mine)))
+        return list(post_receives_early(ordered, starts, self._routes.receive_windows(self._mine)))
 
     def _reduce_along_axis(self, action: Action) -> Action:
         if action.kind not in SCALAR_NBYTES:
