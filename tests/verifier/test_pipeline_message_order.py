@@ -8,9 +8,10 @@ from meshwright.api import make_plan
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Program, Transfer, with_waits
+from meshwright.plan.step.program import Action, Transfer, with_waits
 from meshwright.verifier.pipeline_message_order import find_unbuffered_deadlocks
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import program_of
 from tests.tiny_model import analyzed_model, tiny_job
 
 
@@ -29,7 +30,7 @@ def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
             Action("B", waits=(receive.name,)),
         ]
 
-    stuck = Program.from_dict({"pp0": listed("x", "y", 1), "pp1": listed("y", "x", 0)})
+    stuck = program_of({"pp0": listed("x", "y", 1), "pp1": listed("y", "x", 0)})
     assert [fault.split(",")[0] for fault in find_unbuffered_deadlocks(stuck)] == [
         "pp0 stops at F() and waits forever for pp0/SEND(x)",
         "pp1 stops at F() and waits forever for pp1/SEND(y)",
