@@ -5,9 +5,9 @@ With it a speed can be given as a fraction of the peak (MFU, model FLOPs utiliza
 estimated before any device is rented. A device that is not in the table, every CPU among them, has no peak:
 then a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of
 its own host, `nic_rate` out of it, `host_link_rate` to the memory of its host: 16 lanes of the PCI Express
-generation that its source names (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900 GB/s,
-and nothing for a kind for whose link no source was found. The disk and the memory of a host (`disk_rate`,
-`host_memory_rate`, for each device) are not the device's: a file gives them.
+generation that its source names (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900
+GB/s, and nothing for a kind for whose link no source was found. The disk and the memory of a host
+(`disk_rate`, `host_memory_rate`, for each device) are not the device's: a file gives them.
 """
 
 import csv
