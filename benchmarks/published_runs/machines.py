@@ -34,9 +34,11 @@ ONE_RATE = re.compile(r"([\d.]+) ?(Gb|Tb)(?:/s|ps)?([^,()]*)")
 
 
 def machine_of(hardware: str) -> Machine | None:
-    """Returns one device of the hardware column, with its host and network; None if the
-    device is not known.
+    """Returns one device of the hardware column, with its host and network; None if the device is not known,
+    or there are several kinds.
     """
+    if "+" in hardware.partition("(")[0]:
+        return None
     device = find_device(hardware)
     if device is None:
         return None

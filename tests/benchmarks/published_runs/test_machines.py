@@ -41,3 +41,8 @@ def test_a_rate_above_that_of_the_network_card_is_ignored():
 
 def test_an_unknown_device_has_no_machine():
     assert machine_of("TPU v3 (8 per node)") is None
+
+
+def test_several_kinds_of_device_have_no_machine():
+    assert machine_of("RTX-3090+Titan-RTX (heterogeneous)") is None
+    assert machine_of("A100-80GB SXM (2 hosts + switch)") is not None
