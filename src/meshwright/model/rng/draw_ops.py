@@ -108,6 +108,7 @@ def fill_eagerly(
     index: torch.Tensor | None,
     convert: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
+    """Fills `drawn` [len(samples), width] with `convert(bits)`, in chunks, by torch's integer arithmetic."""
     (num_samples, width), step = drawn.shape, chunk_numel(drawn.device)
     keys = random_bits(key, samples)
     chunk_samples = max(1, step // max(width, 1))
