@@ -3,5 +3,5 @@
 forward_recording    what a recording holds: operations, torch calls, module calls, block calls, tensors
 record_forward       records a forward, with one function mode and one dispatch mode
 recording_json       saves a recording, and loads it, without pickle
-op_table             what each torch operation does to dims and values
+op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """
