@@ -16,9 +16,10 @@ from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Program, Transfer, with_waits
+from meshwright.plan.step.program import Action, Transfer, with_waits
 from meshwright.verifier.nccl_deadlocks import NcclRule, check_evaluation, find_nccl_deadlocks
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import program_of
 from tests.tiny_model import Layer, Tiny, tiny_job, token_samples
 
 
@@ -42,7 +43,7 @@ def pipelined(schedule: str, pp: int = 2, microbatches: int = 6, virtual_stages:
 
 def with_actions(actions: dict[str, list[Action]]) -> Plan:
     plan = pipelined("1f1b", pp=len(actions))
-    return replace(plan, program=Program.from_dict(actions))
+    return replace(plan, program=program_of(actions))
 
 
 def message(kind: str, subject: str, peer: int, *waits: str) -> Action:
