@@ -7,4 +7,5 @@ hang_reports     whether the report of a hang names the right rank and line
 kill_trial       one run that is killed at random moments and resumed
 planted_hangs    the model file of `hang_reports`, which hangs in a chosen way
 resume_matrix    200 kill trials
+restore_bytes    bytes of a checkpoint that each rank reads, against what it keeps
 """

@@ -147,7 +147,7 @@ def _load_trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
 
     def value(name: str) -> torch.Tensor:
         key = f"model/{name}" if name in loaded.deferred_init.logical_params else f"buffer/{name}"
-        return read_entry(checkpoint, key, manifest.entries[key])
+        return read_entry(checkpoint, manifest.entries[key])
 
     base = (
         asked.weights

@@ -178,7 +178,7 @@ def trace_rank(
     try:
         with ExitStack() as stack:
             if fake:
-                stack.enter_context(_answer_reads(subject.module))
+                stack.enter_context(answer_reads(subject.module))
             # waits for a missing collective return at once: it is reported below
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
@@ -281,7 +281,7 @@ def _keep_all_rng(plan: Plan) -> StatelessRNG | None:
 
 
 @contextmanager
-def _answer_reads(module: nn.Module) -> Iterator[None]:
+def answer_reads(module: nn.Module) -> Iterator[None]:
     """Makes numbers that are read off fake tensors 1, except inside the forward of `module`."""
     mode, original_forward, forward = _AnswerReads(), module.__dict__.get("forward"), module.forward
 

@@ -25,7 +25,7 @@ def test_gradients_are_scaled_for_one_step(factory: str, dtype: torch.dtype):
         if step != 1:
             torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
             norm = torch.nn.utils.get_total_norm([p.grad for p in mine.values()])
-            clip_in_step([optimizers[0]], list(mine.values()), norm, 0.5)
+            clip_in_step([optimizers[0]], list(mine.values()), norm, (norm + 1e-6) / 0.5, 0.5)
         for optimizer in optimizers:
             optimizer.step()
         clear_grad_scale([optimizers[0]])
@@ -52,12 +52,8 @@ def test_several_optimizers_take_the_same_scaled_gradients(
     with_gradients(mine, 0)
     with_gradients(theirs, 0)
     torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-    clip_in_step(
-        optimizers[0],
-        list(mine.values()),
-        torch.nn.utils.get_total_norm([p.grad for p in mine.values()]),
-        0.5,
-    )
+    norm = torch.nn.utils.get_total_norm([p.grad for p in mine.values()])
+    clip_in_step(optimizers[0], list(mine.values()), norm, (norm + 1e-6) / 0.5, 0.5)
     for optimizer in (*optimizers[0], *optimizers[1]):
         optimizer.step()
     error = max((mine[name] - theirs[name]).abs().max().item() for name in mine)

@@ -5,7 +5,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
-from meshwright.model.tensors.lazy_mapping import LazyTensors
+from meshwright.model.tensors.lazy_mapping import LazyTensors, Region, narrow_to
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
@@ -22,13 +22,13 @@ def test_rows_of_other_ranks_are_not_read_of_a_table(ranks: int):
     def body(world: World) -> tuple[torch.Tensor, list[object], torch.Tensor]:
         asked: list[object] = []
 
-        def values(name: str, rows: range | None = None) -> torch.Tensor:
-            asked.append((name, rows))
-            return WHOLE if rows is None else WHOLE[rows.start : rows.stop]
+        def values(name: str, region: Region = ()) -> torch.Tensor:
+            asked.append((name, *region))
+            return narrow_to(WHOLE, region) if region else WHOLE
 
         slices = ParamSlices(plan.for_rank(world.rank), world)
-        given = LazyTensors([f"model/{TABLE}", NORM], values, values)
-        mine = slices.load_slice(TABLE, given, f"model/{TABLE}")
+        given = LazyTensors([TABLE, NORM], values, values)
+        mine = slices.load_slice(TABLE, given)
         assert slices.load_slice(NORM, given) is WHOLE
         assert torch.equal(mine, slices.local_slice(TABLE, WHOLE))
         return mine, asked, slices.load_slice(TABLE, {TABLE: WHOLE})
@@ -38,5 +38,5 @@ def test_rows_of_other_ranks_are_not_read_of_a_table(ranks: int):
     assert all(torch.equal(mine, plain) for mine, _, plain in found)
     first = 0
     for mine, asked, _ in found:
-        assert asked == [(f"model/{TABLE}", range(first, first + len(mine))), (NORM, None)]
+        assert asked == [(TABLE, range(first, first + len(mine))), (NORM,)]
         first += len(mine)

@@ -344,3 +344,12 @@ def test_gradients_of_another_dtype_need_shards():
         PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not sharded"
     ):
         engine_of(replace(MIXED, gradients="float32"))
+
+
+def test_full_float32_on_a_gpu_is_said_once_with_the_repair(caplog: pytest.LogCaptureFixture):
+    check_dtype_support(PrecisionConfig(), CPU)
+    assert not caplog.records
+    check_dtype_support(PrecisionConfig(), torch.device("cuda", 0))
+    (record,) = caplog.records
+    assert 'set precision.compute = "bfloat16"' in record.getMessage()
+    assert "cuda:0" in record.getMessage()

@@ -8,7 +8,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.loading.deferred_init import DeferredInit, defer_init
-from meshwright.model.tensors.lazy_mapping import LazyTensors, read_rows, strip_prefix, tensor_shape
+from meshwright.model.tensors.lazy_mapping import (
+    LazyTensors,
+    Region,
+    narrow_to,
+    read_region,
+    strip_prefix,
+    tensor_shape,
+)
 
 WORDS, WIDTH = 67, 9
 
@@ -100,12 +107,12 @@ def test_a_parameter_that_comes_with_its_values_is_read_by_rows():
 def test_rows_and_shapes_are_asked_for_without_the_rest():
     asked: list[object] = []
 
-    def some(name: str, rows: range | None = None) -> torch.Tensor:
-        asked.append((name, rows))
-        return torch.arange(12.0).view(6, 2)[slice(None) if rows is None else slice(rows.start, rows.stop)]
+    def some(name: str, region: Region = ()) -> torch.Tensor:
+        asked.append((name, *region))
+        return narrow_to(torch.arange(12.0).view(6, 2), region)
 
     tensors = strip_prefix("model/", LazyTensors(["model/w"], some, some, lambda name: (6, 2)))
-    assert torch.equal(read_rows(tensors, "w", range(2, 4)), torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+    assert torch.equal(read_region(tensors, "w", (range(2, 4),)), torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
     assert tensor_shape(tensors, "w") == (6, 2)
     assert asked == [("model/w", range(2, 4))]
-    assert read_rows({"w": torch.ones(3)}, "w", range(1)).shape == (1,)
+    assert read_region({"w": torch.ones(3)}, "w", (range(1),)).shape == (1,)

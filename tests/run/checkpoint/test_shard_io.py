@@ -55,13 +55,14 @@ def test_rows_are_read_from_the_files_that_hold_them(tmp_path):
         boxes.append(StoredSlice(file, "w", (row, column, 0), (rows, columns, 2)))
     entry = TensorEntry((7, 3, 2), "int64", tuple(boxes))
     for rows in (range(7), range(1, 3), range(2, 7), range(3, 3)):
-        assert torch.equal(read_entry(tmp_path, "w", entry, rows), whole[rows.start : rows.stop])
+        assert torch.equal(read_entry(tmp_path, entry, (rows,)), whole[rows.start : rows.stop])
+    assert torch.equal(read_entry(tmp_path, entry, (range(1, 4), range(1, 2))), whole[1:4, 1:2])
     (tmp_path / "c").unlink()
-    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), (
+    assert torch.equal(read_entry(tmp_path, entry, (range(2),)), whole[:2]), (
         "what is not needed is not opened"
     )
     with pytest.raises(CheckpointError, match="no tensor 'w' in it"):
-        read_entry(tmp_path, "w", entry, range(3))
+        read_entry(tmp_path, entry, (range(3),))
 
 
 def test_what_was_read_stays_when_the_file_goes_and_what_was_not_is_an_error(tmp_path):

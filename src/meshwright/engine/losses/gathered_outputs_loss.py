@@ -258,6 +258,7 @@ class GlobalBatchLoss:
                 key: value[: self._num_samples_read] for key, value in state.step.microbatches[0].items()
             }
             state.step.microbatches[0] = dict(state.trained_module.dummy_batch)
+            state.step.host_microbatches = state.step.microbatches
         full = self._batch[batch_column.name] if self.computes_loss else None
         samples = self._scatter_samples(action, batch_column, full)
         state.step.num_samples = self._num_scattered(self._group.index)

@@ -31,7 +31,7 @@ class TokenCounter:
         state, plan = self._state, self._state.plan
         counted = [
             state.loss.count_weight_and_tokens(microbatch)
-            for microbatch in state.step.microbatches[: state.step.num_real_microbatches]
+            for microbatch in state.step.host_microbatches[: state.step.num_real_microbatches]
         ]
         state.step.microbatch_weights = [weight for weight, _ in counted]
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))

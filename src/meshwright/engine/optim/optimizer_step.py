@@ -47,7 +47,8 @@ class OptimizerUpdate:
             text += "count its steps"
             fix = "pass no optimizer: name one in the job (optimizer.name)"
             raise PlanError(text, fix=fix, location="optimizer")
-        self._divisor, self._checked = 1.0, False
+        self._divisor: float | torch.Tensor = 1.0
+        self._checked = False
         # no rank knows the norm: GLOBAL_NORM adds it up
         self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
         self._buffer = torch.empty(0)
@@ -73,14 +74,29 @@ class OptimizerUpdate:
             if self._norm_needs_collective
             else total_norm(list(self._gradients(parameters)))
         )
-        self._state.step.grad_norm = true_norm = norm.item() / self.loss_scale_value
-        limit = self._state.plan.job.train.clip
+        self._state.step.scaled_norm, self._state.step.loss_scale = norm, self.loss_scale_value
+        # to read a number of a GPU is to wait for the GPU
+        reads = norm.is_cpu or self.loss_scale is not None
+        (self._clip_read if reads else self._clip_unread)(parameters, norm, self._state.plan.job.train.clip)
+
+    def _clip_read(self, parameters: list[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+        true_norm = self._state.step.grad_norm
         clips = bool(limit) and not true_norm + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it
         self._divisor = self.loss_scale_value * ((true_norm + 1e-6) / limit if clips else 1.0)
         if clips and self.loss_scale is None and not self._casts:
-            clip_in_step(self._optimizers, parameters, norm, limit)
+            clip_in_step(self._optimizers, parameters, norm, (norm + 1e-6) / limit, limit)
         elif self.loss_scale is not None and not self._casts:
             divide_in_step(self._optimizers, parameters, self._divisor)
+
+    def _clip_unread(self, parameters: list[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+        """Lets STEP divide by a number on the device, which is 1 where the norm is below `limit`."""
+        if not limit:
+            return
+        divisor = ((norm + 1e-6) / limit).clamp(min=1.0)
+        if self._casts:
+            self._divisor = divisor
+        else:
+            clip_in_step(self._optimizers, parameters, norm, divisor, limit)
 
     def step(self, names: Iterable[str] | None = None) -> None:
         """Steps the optimizers, and updates the weights from what was stepped.
@@ -146,7 +162,7 @@ class OptimizerUpdate:
                 place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
             )
             at += parameter.numel()
-        if self._divisor != 1.0:
+        if isinstance(self._divisor, torch.Tensor) or self._divisor != 1.0:
             self._buffer[:at].div_(self._divisor)
 
     def _live_tensors(self, groups: Iterable[UpdateGroup]) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -25,7 +25,7 @@ from torch import nn
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.optim.make_optimizers import OptimizerNumbers, all_param_groups, param_group_numbers
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
-from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
+from meshwright.model.tensors.lazy_mapping import LazyTensors, read_region, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimRanges
@@ -136,7 +136,7 @@ def optimizer_state_dict(state: RankState, numbers: OptimizerNumbers) -> dict[st
 def load_model_state(state: RankState, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
     """Loads parameters and buffers from `state_dict`, full tensors by full name, each cast to its dtype here.
 
-    Entries of which this rank holds nothing are not read. Returns the dtypes in which the others were saved,
+    Only what this rank holds is read. Returns the dtypes in which the others were saved,
     by logical name.
     """
     trained_module, flat_params = state.trained_module, state.flat_params
@@ -145,21 +145,22 @@ def load_model_state(state: RankState, state_dict: Mapping[str, torch.Tensor]) -
         for name, parameter in trained_module.parameters.items():
             if flat_params.is_flattened(name) and not flat_params.stores_locally(name):
                 continue
-            owned_value = (
-                state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
-            )
-            local_value = (
-                flat_params.param_slices.load_slice(name, state_dict, f"model/{name}")
-                if owned_value is None
-                else flat_params.param_slices.local_slice(name, owned_value)
-            )
-            dtypes[name] = local_value.dtype
-            if flat_params.is_flattened(name):
-                flat_params.load_values(name, local_value)
+            entry = f"model/{name}"
+            if (
+                name in flat_params.matrix_owners.optimizer_params
+            ):  # its slices lie within, so it is read once
+                full_value = state_dict[entry]
+                flat_params.matrix_owners.load_values(name, full_value)
+                state_dict_of_param = {entry: full_value}
             else:
-                flat_params.master_weights.load_values(name, parameter, local_value)
-            if owned_value is not None:
-                flat_params.matrix_owners.load_values(name, owned_value)
+                state_dict_of_param = state_dict
+            if flat_params.is_flattened(name):
+                dtypes[name] = flat_params.load_values(name, state_dict_of_param, entry)
+            else:
+                numel = parameter.numel()
+                values = flat_params.param_slices.read_shard(name, state_dict_of_param, entry, 0, numel)
+                flat_params.master_weights.load_values(name, parameter, values.view(parameter.shape))
+                dtypes[name] = values.dtype
         for name, buffer in persistent_buffers(trained_module.module):
             buffer.copy_(state_dict[f"buffer/{name}"])
     return dtypes
@@ -171,8 +172,8 @@ def load_optimizer_state(
     """Loads the optimizers' state from `state_dict`, full tensors by name, for parameters stepped here.
 
     A state that was saved in the dtype of its weight (`dtypes`, see `load_model_state`) gets the dtype of the
-    stepped parameter. One tensor at a time is read. Raises PlanError for state of a parameter that is not
-    trained.
+    stepped parameter. One tensor at a time is read, and of it what this rank steps. Raises PlanError for
+    state of a parameter that is not trained.
     """
     optimizers, trained_module, flat_params = state.optimizers, state.trained_module, state.flat_params
     optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
@@ -187,34 +188,23 @@ def load_optimizer_state(
 
     def load_entry(entry: str) -> torch.Tensor:
         key, _, name = entry.partition("/")
-        param_shard, is_scalar = (
-            flat_params.param_shard(name),
-            key.partition(":")[0] == "step" or name not in optimizer_params,
-        )
-        is_sliced = (
-            not is_scalar
-            and name not in flat_params.matrix_owners.optimizer_params
-            and bool(flat_params.param_slices.spans(name))
-        )
-        sliced = is_sliced and tensor_shape(state_dict, entry) == shapes[name]
-        tensor = flat_params.param_slices.load_slice(name, state_dict, entry) if sliced else state_dict[entry]
-        by_element = sliced or (not is_scalar and tensor.shape == shapes[name])
-        if by_element and id(optimizer_params[name]) in following_params and tensor.dtype == dtypes.get(name):
-            tensor = tensor.to(optimizer_params[name].dtype)
-        # what is not trained here is refused below
-        if (
-            name not in optimizer_params
-            or name in flat_params.matrix_owners.optimizer_params
-            or param_shard is None
-        ):
-            return tensor
-        if key in blockwise_keys[id(optimizer_params[name])]:
-            return tensor[param_shard.begin // QUANT_BLOCK_NUMEL : -(-param_shard.end // QUANT_BLOCK_NUMEL)]
-        return (
-            tensor.reshape(-1)[param_shard.begin : param_shard.end].view(optimizer_params[name].shape)
-            if by_element
-            else tensor
-        )
+        if name not in optimizer_params:  # refused below
+            return state_dict[entry]
+        stepped, shard = optimizer_params[name], flat_params.param_shard(name)
+        is_owned = name in flat_params.matrix_owners.optimizer_params
+        by_element = key.partition(":")[0] != "step" and tensor_shape(state_dict, entry) == shapes[name]
+        if shard is not None and not is_owned and key in blockwise_keys[id(stepped)]:
+            blocks = range(shard.begin // QUANT_BLOCK_NUMEL, -(-shard.end // QUANT_BLOCK_NUMEL))
+            return read_region(state_dict, entry, (blocks,))
+        if is_owned or not by_element:
+            tensor = state_dict[entry]
+        else:
+            begin = 0 if shard is None else shard.begin
+            end = begin + stepped.numel()
+            tensor = flat_params.param_slices.read_shard(name, state_dict, entry, begin, end)
+            tensor = tensor.view(stepped.shape)
+        follows = by_element and id(stepped) in following_params and tensor.dtype == dtypes.get(name)
+        return tensor.to(stepped.dtype) if follows else tensor
 
     names = ((entry, entry.partition("/")[2]) for entry in state_dict)
     local_value = [

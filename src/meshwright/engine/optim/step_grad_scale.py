@@ -12,10 +12,13 @@ def clip_in_step(
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Sequence[nn.Parameter],
     norm: torch.Tensor,
+    divisor: torch.Tensor,
     max_norm: float,
 ) -> None:
-    """Makes the step scale gradients of total `norm` down to `max_norm`, as torch's clip_grad_norm_ does."""
-    if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / max_norm):
+    """Makes the step divide gradients of total `norm` by `divisor`, or clip them to `max_norm` as
+    torch's clip_grad_norm_ does.
+    """
+    if not _divide_while_reading(optimizers, parameters, divisor):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 

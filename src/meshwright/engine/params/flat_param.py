@@ -75,13 +75,14 @@ class FlatParam:
         return self.optimizer_tensor[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
 
     def load_values(self, param_shard: ParamShard, values: torch.Tensor) -> None:
-        """Copies the part `param_shard` of the full `values` into the stepped tensor and the shard."""
-        values_in_shard = values.reshape(-1)[param_shard.begin : param_shard.end]
-        self.shard_values(param_shard).copy_(values_in_shard)
+        """Copies the flat `values` of the part `param_shard` into the stepped tensor and the shard."""
+        self.shard_values(param_shard).copy_(values)
         if self.master is not None:
-            self.shard[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel].copy_(
-                values_in_shard
-            )
+            self.shard[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel].copy_(values)
+
+    def load_part(self, param_shard: ParamShard, full_values: torch.Tensor) -> None:
+        """Copies the part `param_shard` of the weight's `full_values` likewise."""
+        self.load_values(param_shard, full_values.reshape(-1)[param_shard.begin : param_shard.end])
 
     def shard_view(self, flat: torch.Tensor, param_shard: ParamShard) -> torch.Tensor:
         """Returns the place of `param_shard` in `flat`, in the shape in which it is stepped."""

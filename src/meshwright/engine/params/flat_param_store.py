@@ -10,7 +10,7 @@ parameter per weight with elements here. PACK copies gradients to their places i
 this rank's shard of their sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -136,16 +136,22 @@ class FlatParamStore:
         """Returns the values of `param_shard`, flat: the master's, if there is one."""
         return self._by_name[param_shard.name].shard_values(param_shard)
 
-    def load_values(self, name: str, values: torch.Tensor) -> None:
-        """Copies this rank's part of the weight `name` from `values`.
+    def load_values(self, name: str, full_values: Mapping[str, torch.Tensor], entry: str) -> torch.dtype:
+        """Copies this rank's part of the flattened weight `name` from `full_values[entry]`; reads no more.
 
-        All of it where it is stored unsharded.
+        All of it where it is stored unsharded. Returns the dtype of what was read.
         """
-        flat_param, param_shard = self._by_name[name], self.param_shard(name)
-        if param_shard is not None:
-            flat_param.load_values(param_shard, values)
+        flat_param, shard = self._by_name[name], self.param_shard(name)
+        view = flat_param.views[name]
+        begin, end = (
+            (0, view.numel()) if shard is None or not flat_param.is_sharded else (shard.begin, shard.end)
+        )
+        values = self.param_slices.read_shard(name, full_values, entry, begin, end)
         if not flat_param.is_sharded:
-            flat_param.views[name].copy_(values)
+            view.copy_(values.view(view.shape))
+        if shard is not None:
+            flat_param.load_values(shard, values[shard.begin - begin : shard.end - begin])
+        return values.dtype
 
     def pack(self, action: Action) -> bool:
         """Packs the gradients of a group into a flat buffer; returns False if the group is not flattened."""
@@ -317,7 +323,7 @@ class FlatParamStore:
             with torch.no_grad():
                 view.copy_(values)
                 if name in param_shards:
-                    flat_param.load_values(param_shards[name], values)
+                    flat_param.load_part(param_shards[name], values)
             self._state.trained_module.parameters[name].data = view
         return flat_param
 
@@ -331,7 +337,7 @@ class FlatParamStore:
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
             for param_shard in flat_param.param_shards:
-                flat_param.load_values(param_shard, self._initial_value(param_shard.name))
+                flat_param.load_part(param_shard, self._initial_value(param_shard.name))
         for name, view in flat_param.views.items():
             parameters[name].data = view
         return flat_param

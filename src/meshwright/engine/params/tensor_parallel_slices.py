@@ -15,7 +15,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensor_parallel.split_proposal import slice_dims
-from meshwright.model.tensors.lazy_mapping import LazyTensors, read_rows
+from meshwright.model.tensors.lazy_mapping import LazyTensors, read_region, read_shard
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.plan import RankPlan
 
@@ -74,16 +74,25 @@ class ParamSlices:
             initial_values, lambda name: self.load_slice(name, initial_values)
         )
 
-    def load_slice(self, name: str, full_values: Mapping[str, torch.Tensor], entry: str = "") -> torch.Tensor:
-        """Returns this rank's slice of the parameter `name` from `full_values[entry]`.
+    def load_slice(self, name: str, full_values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns this rank's slice of the parameter `name` from `full_values`.
 
         Other rows are not made.
         """
-        spans, entry = self.spans(name), entry or name
+        spans = self.spans(name)
         if not spans or spans[0].dim != 0:
-            return self.local_slice(name, full_values[entry])
-        row_ranges = [read_rows(full_values, entry, range(*rank_shape)) for rank_shape in spans[0].ranges]
+            return self.local_slice(name, full_values[name])
+        row_ranges = [read_region(full_values, name, (range(*rows),)) for rows in spans[0].ranges]
         return slice_dims(row_ranges[0] if len(row_ranges) == 1 else torch.cat(row_ranges), spans[1:])
+
+    def read_shard(
+        self, name: str, full_values: Mapping[str, torch.Tensor], entry: str, begin: int, end: int
+    ) -> torch.Tensor:
+        """Returns elements `begin` to `end` of this rank's flattened slice of the parameter `name`.
+
+        Nothing else of `full_values[entry]` is read.
+        """
+        return read_shard(full_values, entry, begin, end, self.spans(name))
 
     def local_slice(self, name: str, full_tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's slice of the logical values `full_tensor` of `name`: a view where possible."""

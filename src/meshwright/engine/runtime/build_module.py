@@ -8,7 +8,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.forward_graph_trace import get_forward_graphs
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import batch_in_float64
-from meshwright.model.tensors.lazy_mapping import LazyTensors
+from meshwright.model.tensors.lazy_mapping import LazyTensors, Region, narrow_to
 from meshwright.plan.plan import Plan
 
 
@@ -35,8 +35,10 @@ def make_trained_module(
     module, blocks, parameters = analyzed.make_module(device, dtype, fake, empty)
     example = batch_in_float64(analyzed.example) if dtype == torch.float64 else analyzed.example
 
-    def value(name: str, rows: range | None = None) -> torch.Tensor:
-        return analyzed.deferred_init.initial_value(name, master_dtype, device, rows)
+    def value(name: str, region: Region = ()) -> torch.Tensor:
+        rows = region[0] if region else None
+        found = analyzed.deferred_init.initial_value(name, master_dtype, device, rows)
+        return found if len(region) < 2 else narrow_to(found, (range(len(found)), *region[1:]))
 
     return TrainedModule(
         module,

@@ -12,17 +12,15 @@ LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, o
 BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of one microbatch, by name
 
 
-def split_microbatches(
-    batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device
-) -> tuple[list[Batch], int]:
-    """Returns the microbatches of one step on `device`, padded with `dummy_batch`, and their sample count.
+def split_microbatches(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tuple[list[Batch], int]:
+    """Returns the microbatches of one step, padded with `dummy_batch`, and their sample count.
 
     Raises PlanError for a batch with more samples than the plan's, or whose tensors differ in samples, and
     for microbatches of which any but the last differs from the plan's size.
     """
     size = plan.micro_batch
     if batch is not None and not isinstance(batch, Mapping):
-        return _check_given(batch, plan, dummy_batch, device)
+        return _check_given(batch, plan, dummy_batch)
     num_samples = 0 if batch is None else count_samples(batch, plan)
     microbatches: list[Batch] = []
     for first in range(0, max(num_samples, plan.local_batch), size):
@@ -33,21 +31,24 @@ def split_microbatches(
                 if num_samples <= size
                 else {key: value[first : first + size] for key, value in batch.items()}
             )
-        microbatches.append({key: value.to(device) for key, value in microbatch.items()})
+        microbatches.append(dict(microbatch))
     return microbatches, num_samples
+
+
+def copy_to_device(microbatches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    """Returns the microbatches on `device`; tensors that are there already are not copied."""
+    return [{key: value.to(device) for key, value in microbatch.items()} for microbatch in microbatches]
 
 
 def microbatch_shapes(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tuple[BatchShapes, ...]:
     """Returns the shapes of each microbatch of a step, those of `dummy_batch` included."""
-    microbatches, _ = split_microbatches(batch, plan, dummy_batch, torch.device("meta"))
+    microbatches, _ = split_microbatches(batch, plan, dummy_batch)
     return tuple(
         tuple((key, tuple(value.shape)) for key, value in microbatch.items()) for microbatch in microbatches
     )
 
 
-def _check_given(
-    batches: Sequence[Batch], plan: Plan, stand_in: Batch, device: torch.device
-) -> tuple[list[Batch], int]:
+def _check_given(batches: Sequence[Batch], plan: Plan, stand_in: Batch) -> tuple[list[Batch], int]:
     counts = [count_samples(batch, plan) for batch in batches]
     expected = [plan.micro_batch] * (len(counts) - 1)
     if (
@@ -63,14 +64,10 @@ def _check_given(
             text, fix="pass full ones, of which the last may have fewer samples", location="batch"
         )
     filled = [*batches, *[stand_in] * (plan.num_microbatches - len(counts))]
-    return [{key: value.to(device) for key, value in microbatch.items()} for microbatch in filled], sum(
-        counts
-    )
+    return [dict(microbatch) for microbatch in filled], sum(counts)
 
 
-def single_microbatch(
-    batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device
-) -> tuple[list[Batch], int]:
+def single_microbatch(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tuple[list[Batch], int]:
     """Returns all samples of a rank that may read for others as one microbatch, and their number."""
     if batch is not None and not isinstance(batch, Mapping):
         raise PlanError(
@@ -79,12 +76,7 @@ def single_microbatch(
             location="batch",
         )
     num_samples = 0 if batch is None else count_samples(batch, plan)
-    return [
-        {
-            key: value.to(device)
-            for key, value in (batch if batch is not None and num_samples else dummy_batch).items()
-        }
-    ], num_samples
+    return [dict(batch if batch is not None and num_samples else dummy_batch)], num_samples
 
 
 def count_samples(batch: Batch, plan: Plan) -> int:

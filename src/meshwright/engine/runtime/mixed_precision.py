@@ -110,7 +110,10 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
-    """Raises PlanError unless `device` can multiply in the dtypes of `precision`, forward and backward."""
+    """Raises PlanError unless `device` can multiply in the dtypes of `precision`, forward and backward.
+
+    Warns of a dtype that is much slower on this device than another.
+    """
     for dtype in sorted({precision.parameters, precision.compute} & set(HALF_DTYPES)):
         try:
             x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)
@@ -124,6 +127,14 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
         logger.warning(
             "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no "
             "instruction has it",
+            device,
+        )
+    multiplies = torch.get_float32_matmul_precision()
+    if device.type != "cpu" and precision.effective.compute == "float32" and multiplies == "highest":
+        logger.warning(
+            "matrices are multiplied in float32 on %s, without tensor cores: about a tenth of its speed in "
+            'bfloat16; set precision.compute = "bfloat16", or for TF32 call '
+            'torch.set_float32_matmul_precision("high")',
             device,
         )
 

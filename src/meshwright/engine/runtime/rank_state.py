@@ -117,6 +117,8 @@ class StepState:
 
     number: int = 0  # the global step, from 0
     microbatches: list[Batch] = field(default_factory=list)  # dummies come last
+    # as they were given: what counts in them is read without waiting for the device
+    host_microbatches: list[Batch] = field(default_factory=list)
     num_real_microbatches: int = 0  # microbatches with samples
     num_samples: int = 0  # samples in them
     stop_requested: bool = False  # by this rank
@@ -129,7 +131,10 @@ class StepState:
     weight_backwards: dict[tuple[str, int], WeightBackward] = field(default_factory=dict)
     # squared norms of gradients before they are summed
     local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)
-    grad_norm: float = 0.0
+    scaled_norm: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(())
+    )  # of gradients times loss_scale
+    loss_scale: float = 1.0
     # as it travels to other ranks
     grad_norm_tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     noise_scale: float | None = None
@@ -142,9 +147,14 @@ class StepState:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return cls(loss_sum=zero, grad_norm_tensor=zero.new_zeros(1))
 
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the gradients; on a GPU this waits for the device."""
+        return self.scaled_norm.item() / self.loss_scale
+
     def free(self) -> None:
         """Frees samples and activations; the numbers stay."""
-        self.microbatches = []
+        self.microbatches, self.host_microbatches = [], []
         self.forward_passes.clear()
         self.final_glue.clear()
         self.weight_backwards.clear()

@@ -10,7 +10,12 @@ from meshwright.engine.forward_backward.graph_cut_check import check_gradient_pa
 from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
-from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
+from meshwright.engine.runtime.microbatches import (
+    LocalBatch,
+    copy_to_device,
+    single_microbatch,
+    split_microbatches,
+)
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
@@ -57,10 +62,14 @@ class ActionHandlers:
         """
         state, plan = self._state, self._state.plan
         split = single_microbatch if plan.sharding.primary_rank_axes else split_microbatches
-        microbatches, num_samples = split(batch, plan, state.trained_module.dummy_batch, state.world.device)
+        microbatches, num_samples = split(batch, plan, state.trained_module.dummy_batch)
         state.begin_step(number)
         step = state.step
-        step.microbatches, step.num_samples, step.stop_requested = microbatches, num_samples, stop
+        step.host_microbatches, step.microbatches = (
+            microbatches,
+            copy_to_device(microbatches, state.world.device),
+        )
+        step.num_samples, step.stop_requested = num_samples, stop
         step.num_real_microbatches = min(len(microbatches), -(-num_samples // plan.micro_batch))
         if self._global_batch_loss is not None:
             self._global_batch_loss.begin_step()
@@ -175,9 +184,11 @@ class ActionHandlers:
 
         A loss that is not finite is left to the loss guard, if there is one: no scale helps a forward.
         """
-        state, scale, norm = self._state, self._state.update.loss_scale, self._state.step.grad_norm
-        has_guard = state.spike_detector is not None
-        if scale is None or (has_guard and not isfinite(norm) and not isfinite(self._wait_for_loss())):
+        state, scale = self._state, self._state.update.loss_scale
+        if scale is None:
+            return False
+        norm, has_guard = state.step.grad_norm, state.spike_detector is not None
+        if has_guard and not isfinite(norm) and not isfinite(self._wait_for_loss()):
             return False
         state.step.overflow = scale.update_on_overflow(norm, state.step.number + 1)
         return state.step.overflow

@@ -244,7 +244,7 @@ class StepExecutor:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Loads `state_dict`, full tensors by full name, as of `steps_done` global steps.
 
-        Each is read at most once.
+        No element is read twice, and none that this rank does not hold.
         """
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)

@@ -15,7 +15,7 @@ import torch
 
 from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.tensors.lazy_mapping import read_rows, strip_prefix, tensor_shape
+from meshwright.model.tensors.lazy_mapping import read_region, strip_prefix, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.strategy_state import STATE_PREFIX, StateSpec
 
@@ -97,7 +97,7 @@ class StrategyTensors:
         else:  # the sum of all summands stays what it was
             group = self._state.world.group(axes)
             mine = range(group.index, shape[0], group.size)
-            summands = [read_rows(saved, entry, range(row, row + 1))[0] for row in mine]
+            summands = [read_region(saved, entry, (range(row, row + 1),))[0] for row in mine]
             if not summands:
                 return
             values = sum(summands[1:], start=summands[0])

@@ -74,15 +74,9 @@ class TensorSlice:
 
     def global_indices(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the indices in the flattened full tensor of the elements `index` of the flattened slice."""
+        if self.first_index is not None:
+            return index + self.first_index
         found, rest = torch.zeros_like(index), index
-        *_, (outermost, _, stride) = self._runs
-        if (
-            len(self._runs) <= 2
-            and self._runs[0][0] in (None, outermost)
-            and outermost is not None
-            and len(outermost.ranges) == 1
-        ):
-            return index + outermost.ranges[0][0] * stride  # one contiguous range
         for span, local_size, stride in self._runs:
             position = rest % local_size
             rest = rest.div(local_size, rounding_mode="floor")
@@ -92,6 +86,19 @@ class TensorSlice:
                 position = torch.tensor(span_positions(span.ranges), device=index.device)[position]
             found += position * stride
         return found
+
+    @cached_property
+    def first_index(self) -> int | None:
+        """The index of the first element, if the slice is one contiguous range of the full tensor."""
+        *_, (outermost, _, stride) = self._runs
+        if (
+            len(self._runs) <= 2
+            and self._runs[0][0] in (None, outermost)
+            and outermost is not None
+            and len(outermost.ranges) == 1
+        ):
+            return outermost.ranges[0][0] * stride
+        return None
 
     @cached_property
     def _runs(self) -> list[tuple[DimRanges | None, int, int]]:
@@ -136,6 +143,14 @@ class NestedSlice:
 
     inner: TensorSlice
     outer: TensorSlice | None
+
+    @property
+    def first_index(self) -> int | None:
+        """The index of the first element, if the slice is one contiguous range of the full tensor."""
+        inner = self.inner.first_index
+        if inner is None or self.outer is None:
+            return inner
+        return None if self.outer.first_index is None else self.outer.first_index + inner
 
     def global_indices(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the indices in the flattened full tensor of the elements `index` of the flattened slice."""

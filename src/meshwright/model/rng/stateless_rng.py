@@ -19,17 +19,19 @@ order is used. One trial at a batch size that occurs nowhere else in the model d
 second one at another size decides the rest. On a rank with a slice of the tensor, the logical index is the
 index in the full tensor (model/rng/sharded_draws.py).
 
-Cost: one splitmix64 per element, about ten integer operations; temporary memory of a few chunks of
-`model.tensors.counter_rng`.
+Cost: one splitmix64 per element, about ten integer operations; on a GPU one kernel for a mask
+(model/rng/draw_ops.py), and where a rank draws several ranges of a tensor the computation of their indices.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 
+from meshwright.model.rng import draw_ops
 from meshwright.model.rng.sharded_draws import (
     DrawRegion,
     DrawSharding,
@@ -38,9 +40,10 @@ from meshwright.model.rng.sharded_draws import (
     find_slice,
     locate_region,
 )
-from meshwright.model.tensors.counter_rng import CHUNK_NUMEL, derive_key, random_bits, top53
+from meshwright.model.tensors.counter_rng import chunk_numel, derive_key, signed64
 from meshwright.plan.job.errors import PlanError
 
+DrawOp = Callable[..., torch.Tensor]  # an operator of draw_ops, with some arguments given
 SampleLayout = Literal["dim0", "dim1", "flattened", "shared"]
 SAMPLE_LAYOUTS: tuple[SampleLayout, ...] = ("dim0", "dim1", "flattened", "shared")
 
@@ -162,60 +165,46 @@ class StatelessRNG:
         """Returns a bool mask of `shape` for the next site: False with probability `p`. All True in a
         trial.
         """
-        threshold = round(p * 2**53)
-        return self._draw(
-            torch.Size(shape), lambda k: k >= threshold, torch.ones((), dtype=torch.bool, device=device)
-        )
+        return self._draw(torch.Size(shape), _keep_draw(p), torch.bool, device)
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns numbers in [0, 1) of `shape` for the next site. All `trial_draw` in a trial."""
-        # more digits than the dtype has would round up to 1
-        digits = {torch.float64: 53, torch.float32: 24}.get(dtype, 8)
-        trial_value = torch.full((), self._trial_draw, dtype=dtype, device=device)
-        return self._draw(
-            torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), trial_value
-        )
+        return self._draw(torch.Size(shape), partial(draw_ops.uniform, dtype=dtype), dtype, device)
 
     def keep_mask_region(self, region: DrawRegion, p: float, device: torch.device) -> torch.Tensor:
         """Returns a bool mask like that of `keep_mask`, for a region of what the next site draws."""
-        threshold = round(p * 2**53)
-        trial_value = torch.ones((), dtype=torch.bool, device=device)
-        return self._draw(torch.Size(region.full_shape), lambda k: k >= threshold, trial_value, region)
+        return self._draw(torch.Size(region.full_shape), _keep_draw(p), torch.bool, device, region)
 
     def _draw(
         self,
         size: torch.Size,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-        trial_value: torch.Tensor,
+        op: DrawOp,
+        dtype: torch.dtype,
+        device: torch.device,
         region: DrawRegion | None = None,
     ) -> torch.Tensor:
         site = f"{self._block_call}/{self._num_draws}"
         self._num_draws += 1
         if self._trial_batch is not None:
             self.sites.record(site, size, self._trial_batch)
-            return trial_value.expand(size).clone()
-        layout, sample_ids = self.sites.layout(site), self._samples.to(trial_value.device)
-        key_of_site = derive_key(self._seed, "dropout", self._step, site)
+            value = 1.0 if dtype == torch.bool else self._trial_draw
+            return torch.full((), value, dtype=dtype, device=device).expand(size).clone()
+        layout = self.sites.layout(site)
+        self._samples = self._samples.to(device)  # once a forward
+        samples, drawn_shape = self._samples, size
+        draw = partial(op, key=signed64(derive_key(self._seed, "dropout", self._step, site)))
         if layout == "shared":
-            keys, drawn_shape = (
-                random_bits(key_of_site, torch.zeros(1, dtype=torch.int64, device=trial_value.device)),
-                size,
-            )
+            samples = torch.zeros(1, dtype=torch.int64, device=device)
         else:
             self._check_num_samples(site, layout, size)
-            keys = random_bits(key_of_site, sample_ids)
             drawn_shape = torch.Size((size[1], size[0], *size[2:])) if layout == "dim1" else size
         if region is not None:
-            return self._draw_region(site, layout, region, keys, convert, trial_value)
-        drawn, tensor_slice = trial_value.new_empty(drawn_shape), None
-        if site in self._shardings:
-            local_shape = sample_shape(layout, size, len(sample_ids))
-            tensor_slice = (
-                find_slice(self.sites.full_shape(site), local_shape, self._shardings[site], site)
-                if drawn.numel()
-                else None
-            )
-        _fill(drawn.view(len(keys), drawn_shape.numel() // max(len(keys), 1)), keys, convert, tensor_slice)
+            return self._draw_region(site, layout, region, samples, draw)
+        tensor_slice = None
+        if site in self._shardings and drawn_shape.numel():
+            local_shape = sample_shape(layout, size, len(self._samples))
+            tensor_slice = find_slice(self.sites.full_shape(site), local_shape, self._shardings[site], site)
+        drawn = _draw_samples(samples, drawn_shape, draw, tensor_slice)
         return drawn.transpose(0, 1) if layout == "dim1" else drawn
 
     def _draw_region(
@@ -223,9 +212,8 @@ class StatelessRNG:
         site: str,
         layout: SampleLayout,
         region: DrawRegion,
-        keys: torch.Tensor,
-        convert: Callable[[torch.Tensor], torch.Tensor],
-        trial_value: torch.Tensor,
+        samples: torch.Tensor,
+        draw: DrawOp,
     ) -> torch.Tensor:
         local_shape = sample_shape(layout, torch.Size(region.full_shape), len(self._samples))
         if layout == "dim1" or any(
@@ -240,13 +228,10 @@ class StatelessRNG:
                 fix="put samples first: [samples, heads, tokens, width]; or set the dropout to 0",
                 location=site,
             )
-        drawn = trial_value.new_empty(region.region_shape)
         nested_slice = locate_region(
             region, self.sites.full_shape(site), local_shape, self._shardings.get(site, ()), site
         )
-        if drawn.numel():
-            _fill(drawn.view(len(keys), -1), keys, convert, nested_slice)
-        return drawn
+        return _draw_samples(samples, torch.Size(region.region_shape), draw, nested_slice)
 
     def _check_num_samples(self, site: str, layout: SampleLayout, size: torch.Size) -> None:
         dim, batch = 1 if layout == "dim1" else 0, len(self._samples)
@@ -265,20 +250,27 @@ class StatelessRNG:
             )
 
 
-def _fill(
-    drawn: torch.Tensor,
-    keys: torch.Tensor,
-    convert: Callable[[torch.Tensor], torch.Tensor],
-    tensor_slice: TensorSlice | NestedSlice | None = None,
-) -> None:
-    """Fills `drawn` (samples, elements of one sample); `tensor_slice` gives indices in the full tensor."""
-    num_samples, width = drawn.shape
-    chunk_samples = max(1, CHUNK_NUMEL // max(width, 1))
-    for element in range(0, width, CHUNK_NUMEL):
-        index = torch.arange(
-            element, min(element + CHUNK_NUMEL, width), dtype=torch.int64, device=drawn.device
-        )
-        index = index if tensor_slice is None else tensor_slice.global_indices(index)
-        for sample in range(0, num_samples, chunk_samples):
-            chunk = drawn[sample : sample + chunk_samples, element : element + CHUNK_NUMEL]
-            chunk.copy_(convert(top53(random_bits(keys[sample : sample + chunk_samples, None], index))))
+def _keep_draw(p: float) -> DrawOp:
+    return partial(draw_ops.keep_mask, threshold=round(p * 2**53))
+
+
+def _draw_samples(
+    samples: torch.Tensor,
+    shape: torch.Size,
+    draw: DrawOp,
+    tensor_slice: TensorSlice | NestedSlice | None,
+) -> torch.Tensor:
+    """Returns what `draw` returns for `samples`, as a tensor of `shape`; `tensor_slice` gives indices in the
+    full tensor.
+    """
+    width = shape.numel() // max(len(samples), 1)
+    if tensor_slice is None or not shape.numel():
+        return draw(samples, first=0, width=width, index=None).view(shape)
+    if tensor_slice.first_index is not None:
+        return draw(samples, first=tensor_slice.first_index, width=width, index=None).view(shape)
+    parts, step = [], chunk_numel(samples.device)
+    for begin in range(0, width, step):
+        index = torch.arange(begin, min(begin + step, width), dtype=torch.int64, device=samples.device)
+        index = tensor_slice.global_indices(index)
+        parts.append(draw(samples, first=0, width=len(index), index=index))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(shape)

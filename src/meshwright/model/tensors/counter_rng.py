@@ -16,8 +16,8 @@ with the same result.
 Integers wrap in int64 as they do in uint64, so the bits are the same on every device. Floating values are
 computed in float64 and rounded once to the requested dtype.
 
-Cost: about ten integer operations per number; temporary memory of a few chunks of 8 x CHUNK_NUMEL bytes, for
-a tensor of any size.
+Cost: about ten integer operations per number; temporary memory of a few chunks of 8 bytes per number
+(`chunk_numel`), for a tensor of any size.
 
 Limits: erfinv is implemented by the device, so a normal number may differ in its last float64 bit between a
 CPU and a GPU.
@@ -31,9 +31,10 @@ from math import erf, nextafter, sqrt
 
 import torch
 
-CHUNK_NUMEL = (
-    1 << 16
-)  # elements at once: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
+# elements at once on a CPU: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
+CHUNK_NUMEL = 1 << 16
+# elsewhere: 32 MB of int64 take longer to read and write than to launch
+DEVICE_CHUNK_NUMEL = 1 << 22
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 TWO_POW_63 = 1 << 63
 
@@ -47,18 +48,31 @@ def derive_key(seed: int, *labels: int | str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def signed64(word: int) -> int:
+    """Returns the signed integer with the bits of the 64-bit `word`."""
+    return (word + TWO_POW_63) % (2 * TWO_POW_63) - TWO_POW_63
+
+
+def chunk_numel(device: torch.device) -> int:
+    """Returns how many numbers are made at once on `device`."""
+    return CHUNK_NUMEL if device.type == "cpu" else DEVICE_CHUNK_NUMEL
+
+
 def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Returns 64 random bits (int64) for every element of `index` (int64); `key` may be an int64 tensor."""
-    start = _signed(key) if isinstance(key, int) else key
-    z = (index + 1).mul_(_signed(GOLDEN_GAMMA)) + start
-    z = _shifted_xor(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
-    z = _shifted_xor(z, 27).mul_(_signed(0x94D049BB133111EB))
+    gamma = signed64(GOLDEN_GAMMA)
+    if isinstance(key, int):
+        z = (index * gamma).add_(signed64(key + GOLDEN_GAMMA))
+    else:
+        z = torch.add(key + gamma, index, alpha=gamma)
+    z = _shifted_xor(z, 30).mul_(signed64(0xBF58476D1CE4E5B9))
+    z = _shifted_xor(z, 27).mul_(signed64(0x94D049BB133111EB))
     return _shifted_xor(z, 31)
 
 
 def top53(bits: torch.Tensor) -> torch.Tensor:
     """Returns the upper 53 bits, as integers in [0, 2^53)."""
-    return (bits >> 11) & ((1 << 53) - 1)
+    return (bits >> 11).bitwise_and_((1 << 53) - 1)
 
 
 def uniform(
@@ -137,13 +151,14 @@ def fill_truncated_normal_(
 
 
 def _fill(tensor: torch.Tensor, start: int, values: Callable[[int, int], torch.Tensor]) -> None:
+    step = chunk_numel(tensor.device)
     with torch.no_grad():
         if tensor.is_contiguous():
             flat = tensor.view(-1)
-            for first in range(0, flat.numel(), CHUNK_NUMEL):
-                part = flat[first : first + CHUNK_NUMEL]
+            for first in range(0, flat.numel(), step):
+                part = flat[first : first + step]
                 part.copy_(values(start + first, part.numel()))
-        elif tensor.numel() <= CHUNK_NUMEL:
+        elif tensor.numel() <= step:
             tensor.copy_(values(start, tensor.numel()).view(tensor.shape))
         else:
             for i, row in enumerate(tensor.unbind(0)):
@@ -156,11 +171,7 @@ def _random_top53(key: int, first: int, count: int, device: torch.device) -> tor
 
 def _shifted_xor(z: torch.Tensor, shift: int) -> torch.Tensor:
     # int64 shifts copy the sign; masking the upper bits makes the shift that of an unsigned number
-    return ((z >> shift) & ((1 << (64 - shift)) - 1)).bitwise_xor_(z)
-
-
-def _signed(word: int) -> int:
-    return (word + TWO_POW_63) % (2 * TWO_POW_63) - TWO_POW_63
+    return (z >> shift).bitwise_and_((1 << (64 - shift)) - 1).bitwise_xor_(z)
 
 
 def _normal_cdf(x: float) -> float:
@@ -168,7 +179,6 @@ def _normal_cdf(x: float) -> float:
 
 
 def _largest_below(high: float, low: float, dtype: torch.dtype) -> float:
-    # a float64 just under `high` would round up to it in a narrower dtype
     # a float64 just under `high` would round up to it in a narrower dtype
     if low >= high:
         return high

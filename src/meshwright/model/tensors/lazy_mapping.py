@@ -4,15 +4,21 @@ A rank that needs a shard of every tensor of a checkpoint, or of a freshly initi
 whole.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import torch
+
+from meshwright.plan.model_spec.param_dim_split import DimRanges
+from meshwright.plan.sharding.shard_boxes import ShardBox, shard_boxes
+
+Region = tuple[range, ...]  # of the indices of each dim; dims beyond its end are whole
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
     """The tensors that `make(name)` returns for each of `names`.
 
-    Optional: `make_rows(name, rows)` makes some rows without the rest, and `shape_of(name)` gives a shape
+    Optional: `make_region(name, region)` makes a part without the rest, and `shape_of(name)` gives a shape
     without making the tensor.
     """
 
@@ -20,21 +26,21 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         self,
         names: Iterable[str],
         make: Callable[[str], torch.Tensor],
-        make_rows: Callable[[str, range], torch.Tensor] | None = None,
+        make_region: Callable[[str, Region], torch.Tensor] | None = None,
         shape_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._names, self._make, self._make_rows, self._shape_of = (
+        self._names, self._make, self._make_region, self._shape_of = (
             dict.fromkeys(names),
             make,
-            make_rows,
+            make_region,
             shape_of,
         )
 
-    def rows(self, name: str, rows: range) -> torch.Tensor:
-        """Returns the `rows` of the tensor `name` along dim 0."""
-        if self._make_rows is None or name not in self._names:
-            return self[name][rows.start : rows.stop]
-        return self._make_rows(name, rows)
+    def region(self, name: str, region: Region) -> torch.Tensor:
+        """Returns the part `region` of the tensor `name`."""
+        if self._make_region is None or name not in self._names:
+            return narrow_to(self[name], region)
+        return self._make_region(name, region)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of the tensor `name`."""
@@ -65,19 +71,48 @@ def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensor
     return LazyTensors(
         names,
         lambda name: tensors[prefix + name],
-        lambda name, rows: read_rows(tensors, prefix + name, rows),
+        lambda name, region: read_region(tensors, prefix + name, region),
         lambda name: tensor_shape(tensors, prefix + name),
     )
 
 
-def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
-    """Returns the `rows` along dim 0 of the tensor `name`; the other rows are not made if that can be
-    avoided.
+def narrow_to(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """Returns the part `region` of `tensor`: a view."""
+    for dim, indices in enumerate(region):
+        tensor = tensor.narrow(dim, indices.start, len(indices))
+    return tensor
+
+
+def read_region(tensors: Mapping[str, torch.Tensor], name: str, region: Region) -> torch.Tensor:
+    """Returns the part `region` of the tensor `name`; the rest is not made if that can be avoided."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.region(name, region)
+    return narrow_to(tensors[name], region)
+
+
+def read_shard(
+    tensors: Mapping[str, torch.Tensor], name: str, begin: int, end: int, spans: Sequence[DimRanges] = ()
+) -> torch.Tensor:
+    """Returns elements `begin` to `end`, flat, of the flattened slice `spans` of the tensor `name`; only
+    these are made if that can be avoided.
     """
-    return (
-        tensors.rows(name, rows)
-        if isinstance(tensors, LazyTensors)
-        else tensors[name][rows.start : rows.stop]
+    found: torch.Tensor | None = None
+    for box in shard_boxes(begin, end, tensor_shape(tensors, name), spans):
+        indices = tuple(range(first, first + n) for first, n in zip(box.start, box.size, strict=True))
+        part = read_region(tensors, name, indices)
+        if part.numel() == end - begin:
+            return part.reshape(-1)
+        found = part.new_empty(end - begin) if found is None else found
+        box_window(found, box).copy_(part)
+    # nothing to read, but its dtype is asked for
+    return read_region(tensors, name, (range(0),)).reshape(-1) if found is None else found
+
+
+def box_window(values: torch.Tensor, box: ShardBox) -> torch.Tensor:
+    """Returns the place of `box` in the flat `values` of its shard: a view."""
+    outer = values[box.at : box.at + prod(box.outer_size)].view(box.outer_size)
+    return narrow_to(
+        outer, tuple(range(first, first + n) for first, n in zip(box.window, box.size, strict=True))
     )
 
 

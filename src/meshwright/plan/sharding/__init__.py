@@ -9,6 +9,7 @@ Modules:
     rank_view             RankView: the parameters, slices and stage of one rank
     rank_work_share       the fraction of work and memory of one rank
     sequence_sharding     the tokens of a sequence on each rank: zigzag, striped, contiguous
+    shard_boxes           the boxes of a tensor that hold a shard of it
     sharding_plan         ShardingPlan: the layouts of batch, activations and parameters on all ranks
     stage_value_shards    the local shapes of values that cross pipeline stages
 """

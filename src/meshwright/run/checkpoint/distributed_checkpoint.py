@@ -35,7 +35,7 @@ import torch
 
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.optim.sharded_state_dict import SavedTensor
-from meshwright.model.tensors.lazy_mapping import LazyTensors
+from meshwright.model.tensors.lazy_mapping import LazyTensors, Region
 from meshwright.run.checkpoint.all_ranks_or_none import ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import (
     list_step_folders,
@@ -159,8 +159,8 @@ def open_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> Mapping[str,
     verified.
     """
 
-    def read(name: str, rows: range | None = None) -> torch.Tensor:
-        return read_entry(path, name, entries[name], rows)
+    def read(name: str, region: Region = ()) -> torch.Tensor:
+        return read_entry(path, entries[name], region)
 
     return LazyTensors(entries, read, read, lambda name: entries[name].shape)
 

@@ -17,13 +17,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from meshwright.model.tensors.lazy_mapping import Region, narrow_to
 from meshwright.run.checkpoint.manifest import (
     DAMAGED_FIX,
     CheckpointError,
@@ -110,59 +110,64 @@ def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[t
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
         for name, entry in entries.items():
-            whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-            for box in entry.slices:
-                _place(whole, _slice(folder, box, files, stack), box, where=str(folder / box.file))
-            yield name, whole
+            yield name, _read(folder, entry, (), files, stack)
 
 
-def read_entry(folder: Path, name: str, entry: TensorEntry, rows: range | None = None) -> torch.Tensor:
-    """Returns the tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is
-    read), likewise.
+def read_entry(folder: Path, entry: TensorEntry, region: Region = ()) -> torch.Tensor:
+    """Returns the tensor of `entry` of the checkpoint in `folder`, or the part `region` of it (nothing else
+    is read), likewise.
     """
-    if rows is None:
-        return next(tensor for _, tensor in read_entries(folder, {name: entry}))
-    some = torch.empty((len(rows), *entry.shape[1:]), dtype=DTYPES[entry.dtype])
     with ExitStack() as stack:
-        files: dict[str, safe_open] = {}
-        for box in entry.slices:
-            low, high = max(rows.start, box.start[0]), min(rows.stop, box.start[0] + box.shape[0])
-            if low < high:
-                mine = range(low - box.start[0], high - box.start[0])
-                found = replace(
-                    box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:])
-                )
-                _place(some, _slice(folder, box, files, stack, mine), found, where=str(folder / box.file))
-    return some
+        return _read(folder, entry, region, {}, stack)
+
+
+def _read(
+    folder: Path, entry: TensorEntry, region: Region, files: dict[str, safe_open], stack: ExitStack
+) -> torch.Tensor:
+    region += tuple(map(range, entry.shape[len(region) :]))
+    found = torch.empty([len(indices) for indices in region], dtype=DTYPES[entry.dtype])
+    for box in entry.slices:
+        overlaps = [
+            range(max(indices.start, first), min(indices.stop, first + size))
+            for indices, first, size in zip(region, box.start, box.shape, strict=True)
+        ]
+        if not all(overlaps):
+            continue
+        stored_region = tuple(
+            slice(each.start - first, each.stop - first)
+            for each, first in zip(overlaps, box.start, strict=True)
+        )
+        part = _slice(folder, box, found.dtype, stored_region, files, stack)
+        places = zip(overlaps, region, strict=True)
+        narrow_to(
+            found, tuple(range(each.start - to.start, each.stop - to.start) for each, to in places)
+        ).copy_(part)
+    return found
 
 
 def _slice(
-    folder: Path, box: StoredSlice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None
+    folder: Path,
+    box: StoredSlice,
+    dtype: torch.dtype,
+    region: tuple[slice, ...],
+    files: dict[str, safe_open],
+    stack: ExitStack,
 ) -> torch.Tensor:
-    """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by
-    `stack`.
+    """The part `region` of the stored tensor of `box`; its file is opened once, kept in `files`, and closed
+    by `stack`.
     """
+    where = str(folder / box.file)
     try:
         if box.file not in files:
             files[box.file] = stack.enter_context(safe_open(folder / box.file, framework="pt"))
-        if rows is None:
-            return files[box.file].get_tensor(box.key)
-        return files[box.file].get_slice(box.key)[rows.start : rows.stop]
+        stored = files[box.file].get_slice(box.key)
+        shape, tag = tuple(stored.get_shape()), stored.get_dtype()
+        if shape == box.shape and tag == SAFETENSORS_TAGS[dtype]:
+            return stored[region]
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"no tensor {box.key!r} in it: {error}", fix=DAMAGED_FIX, location=str(folder / box.file)
-        ) from error
-
-
-def _place(whole: torch.Tensor, part: torch.Tensor, box: StoredSlice, where: str) -> None:
-    if tuple(part.shape) != box.shape or part.dtype != whole.dtype:
-        needed = f"the manifest says {box.shape} {dtype_name(whole.dtype)}"
-        raise CheckpointError(
-            f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}",
-            fix=DAMAGED_FIX,
-            location=where,
-        )
-    target = whole
-    for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
-        target = target.narrow(dim, start, size)
-    target.copy_(part)
+        text = f"no tensor {box.key!r} in it: {error}"
+        raise CheckpointError(text, fix=DAMAGED_FIX, location=where) from error
+    known = {name: dtype_name(each) for each, name in SAFETENSORS_TAGS.items()}
+    needed = f"the manifest says {box.shape} {dtype_name(dtype)}"
+    text = f"{box.key!r} is {shape} {known.get(tag, tag)}; {needed}"
+    raise CheckpointError(text, fix=DAMAGED_FIX, location=where)

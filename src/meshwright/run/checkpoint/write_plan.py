@@ -3,13 +3,7 @@
     replicated tensors    distributed, the largest first, each to the rank with the fewest bytes so far
     shards                every rank lists the ranges that it has; the first rank that has one writes it
 
-A shard that ends in the middle of a row is written as boxes, at most 2 d - 1 of them for d dims, each
-contiguous in the shard:
-
-    elements 3 to 13 of shape (4, 5)      . . . x x     one box to the end of the row
-                                          x x x x x     one of full rows
-                                          x x x . .     one of the begin of the next row
-                                          . . . . .
+A shard is written as boxes of its tensor (plan/sharding/shard_boxes.py).
 
 Replicas of a shard are written once, and so are values that every piece of a parameter has, such as an
 optimizer's step count.
@@ -19,40 +13,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import chain, product
-from math import prod
+from itertools import chain
 
 import torch
 
 from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
+from meshwright.model.tensors.lazy_mapping import box_window
 from meshwright.plan.model_spec.param_dim_split import DimRanges
+from meshwright.plan.sharding.shard_boxes import ShardBox, shard_boxes
 from meshwright.run.checkpoint.manifest import StoredSlice, TensorEntry
 from meshwright.run.checkpoint.shard_io import DTYPES, dtype_name
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # from which index, and how large
-
-
-def range_boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Yields (start, size) of the boxes that hold elements `begin` to `end` of a tensor of `shape`, in
-    element order.
-    """
-    if begin >= end:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    if row > 1 and (first == last or begin % row) and (begin % row or end % row):
-        stop = min(end, (first + 1) * row)
-        for start, size in range_boxes(begin - first * row, stop - first * row, shape[1:]):
-            yield (first, *start), (1, *size)
-        yield from range_boxes(stop, end, shape)
-        return
-    rows = (end - begin) // row
-    yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:])
-    yield from range_boxes(begin + rows * row, end, shape)
-
 
 TensorOutline = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -115,7 +85,9 @@ class WritePlan:
         for stretch in self.shard_ranges[index]:
             share = tensors[stretch.name]
             if isinstance(share, TensorShard):
-                found |= {part.key: part.slice_values(share.values) for part in _keys(stretch)}
+                found |= {
+                    key: box_window(share.values, box).contiguous() for key, box in _stored_boxes(stretch)
+                }
         return found
 
     def entries(self, files: Sequence[str]) -> dict[str, TensorEntry]:
@@ -127,7 +99,7 @@ class WritePlan:
                 slices[name].append(StoredSlice(file, name, (0,) * len(shape), shape))
             for stretch in cut:
                 slices[stretch.name] += [
-                    StoredSlice(file, part.key, part.start, part.size) for part in _keys(stretch)
+                    StoredSlice(file, key, box.start, box.size) for key, box in _stored_boxes(stretch)
                 ]
         return {
             name: TensorEntry(shape, dtype_name(dtype), tuple(slices[name]))
@@ -160,54 +132,11 @@ def list_shards(tensors: Mapping[str, SavedTensor]) -> bytes:
     return json.dumps(rows, separators=(",", ":")).encode() if rows else b""
 
 
-@dataclass(frozen=True)
-class _StoredBox:
-    """A box of a tensor inside a shard: its key in the file, its start and size, and its position in the
-    shard's values.
-
-    The values contain it as a window of the box of size `box` whose first element is at `at`.
-    """
-
-    key: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    at: int
-    box: tuple[int, ...]
-    window: tuple[int, ...]
-
-    def slice_values(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the box, cut out of the shard's flat `values`."""
-        found = values[self.at : self.at + prod(self.box)].view(self.box)
-        for dim, (first, length) in enumerate(zip(self.window, self.size, strict=True)):
-            found = found.narrow(dim, first, length)
-        return found.contiguous()
-
-
-def _keys(stretch: ShardRange) -> Iterator[_StoredBox]:
-    spans, at = {span.dim: span for span in stretch.spans}, 0
-    local = tuple(spans[dim].size if dim in spans else n for dim, n in enumerate(stretch.shape))
-    for start, size in range_boxes(stretch.begin, stretch.end, local):
-        sides = [
-            _windows(first, length, spans.get(dim))
-            for dim, (first, length) in enumerate(zip(start, size, strict=True))
-        ]
-        for side in product(*sides):
-            window, begin, length = (
-                (tuple(each) for each in zip(*side, strict=True)) if side else ((), (), ())
-            )
-            where = "-".join(map(str, begin)) if spans else stretch.begin + at
-            yield _StoredBox(f"{stretch.name}@{where}", begin, length, at, size, window)
-        at += prod(size)
-
-
-def _windows(first: int, length: int, span: DimRanges | None) -> list[tuple[int, int, int]]:
-    if span is None:
-        return [(0, first, length)]
-    found, passed = [], 0
-    for begin, end in span.global_ranges(first, length):
-        found.append((passed, begin, end - begin))
-        passed += end - begin
-    return found
+def _stored_boxes(shard_range: ShardRange) -> Iterator[tuple[str, ShardBox]]:
+    """Yields the boxes of `shard_range`, each with its key in the file."""
+    for box in shard_boxes(shard_range.begin, shard_range.end, shard_range.shape, shard_range.spans):
+        where = "-".join(map(str, box.start)) if shard_range.spans else shard_range.begin + box.at
+        yield f"{shard_range.name}@{where}", box
 
 
 def _span_lists(spans: Sequence[DimRanges]) -> list[list[int]]:
