@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.model.analysis.repeated_forward import MAX_RUNS, model_operations
+from meshwright.model.analysis.repeated_forward import MAX_RUNS
+from meshwright.model.recording.model_operations import model_operations
 from meshwright.plan.job.errors import PlanError
 from tests.model.recording.recorded_functions import record_function
 from tests.parallel.tensor.odd_llama import batches

@@ -59,6 +59,7 @@ from meshwright.model.trial.fake_tensor_forward import (
     param_block_calls,
 )
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
+from meshwright.model.trial.weight_slice_trial import RecordedBlocks
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec, block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
@@ -227,15 +228,16 @@ def analyze(
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
-    run = partial(run_trials, plan, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
-    findings, trial, sites, outputs = run(names, whole_batch=other)
+    run = partial(run_trials, plan, module, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
+    findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
     # the forwards of the blocks are never called: the model calls their submodules
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
-        findings, trial, sites, outputs = run(names, whole_batch=other)
+        findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
     check_is_sum(loss, example_samples, trial.outputs)
-    try_splits = partial(try_splits_on_slices, plan, names, inputs)
+    recorded = RecordedBlocks(trial.recording, block_calls, findings.feature_flow)
+    try_splits = partial(try_splits_on_slices, plan, recorded, inputs)
     divisible = find_shardable_layers(module, findings, trial, layer_roles, roles, loss, try_splits)
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)

@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
-from meshwright.model.analysis.repeated_forward import (
-    RepeatedForward,
-    model_operations,
-    same_but_for_batch_size,
-)
+from meshwright.model.analysis.repeated_forward import RepeatedForward, same_but_for_batch_size
 from meshwright.model.analysis.sharding_trials import get_blocks, repeat_samples
+from meshwright.model.blocks.recorded_block_calls import RecordedBlockCalls
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.recording.forward_recording import Recording
+from meshwright.model.recording.model_operations import block_operations, model_operations
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
@@ -39,8 +37,8 @@ from meshwright.plan.model_spec.model_spec import BatchTensor
 
 Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5
-# findings, their trial, draw sites, and the outputs that the loss reads
-TrialResult = tuple[TrialFindings, RecordedTrial, DrawSites, tuple[BatchTensor, ...]]
+# findings, their trial, its block calls, draw sites, and the outputs that the loss reads
+TrialResult = tuple[TrialFindings, RecordedTrial, RecordedBlockCalls, DrawSites, tuple[BatchTensor, ...]]
 FindLossInputs = Callable[[RecordedTrial, RecordedTrial | None], tuple[BatchTensor, ...]]
 
 
@@ -58,6 +56,7 @@ def record_model(loaded_model: LoadedModel, block_names: tuple[str, ...], inputs
 
 def run_trials(
     plan: DeferredInit,
+    module: nn.Module,
     names: tuple[str, ...],
     inputs: Example,
     find_loss_inputs: FindLossInputs,
@@ -65,7 +64,7 @@ def run_trials(
     *,
     whole_batch: bool,
 ) -> TrialResult:
-    """Records a forward, and one of a fresh module on more samples.
+    """Records a forward of a module like `module`, and one of another on more samples.
 
     The second size separates the batch dim from other dims of the same size; it also shows whether the
     forward computes the same when it runs again.
@@ -84,14 +83,16 @@ def run_trials(
             raise _as_trial_error(error, inputs, plan) from error
     if not first.reads_values and any(each.requires_grad for each in trial.recording.parameters.values()):
         check_outputs_need_grad(trial.outputs)
-    operations = model_operations(trial.recording)
+    located = list(block_operations(trial.recording))
+    operations = [operation for _, operation in located]
+    block_calls = RecordedBlockCalls.read(trial.recording, located, get_blocks(module, names))
     is_repeated = larger is not None and same_but_for_batch_size(
         operations, model_operations(larger.recording), (PROBE_BATCH, SECOND_BATCH_SIZE)
     )
     findings = read_trial(trial.recording)
     if sources or not is_repeated or (draws and first.reads_values):
         findings.outside_generators = first.check(operations, draws=draws)
-    return findings, trial, sites, find_loss_inputs(trial, larger if needs_second else None)
+    return findings, trial, block_calls, sites, find_loss_inputs(trial, larger if needs_second else None)
 
 
 def _repeated_forward(plan: DeferredInit, inputs: Example) -> RepeatedForward:
