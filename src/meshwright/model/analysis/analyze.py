@@ -82,7 +82,8 @@ class AnalyzedModel:
     calls that call torch's attention, `num_captured` the number of tensors that leave blocks through each
     side channel, `unused_params` the trainable parameters that the trial did not use, `table_uses` the
     operations that couple all samples of a batch, and `untracked_write_lines` the source lines where glue may
-    write to memory that no hook sees. `constants` are passed to every forward.
+    write to memory that no hook sees. `constants` are passed to every forward. `equal_block_calls`
+    names, for a block call that computes the same as one before it, the first of these.
     """
 
     deferred_init: DeferredInit
@@ -100,6 +101,7 @@ class AnalyzedModel:
     table_uses: tuple[TableUse, ...] = ()
     untracked_write_lines: tuple[str, ...] = ()
     constants: Mapping[str, object] = field(default_factory=dict)
+    equal_block_calls: Mapping[str, str] = field(default_factory=dict)
 
     def for_example(self, example: Example) -> "AnalyzedModel":
         """Returns the analysis of the same model for batches like `example`, whose sequences have another
@@ -123,7 +125,13 @@ class AnalyzedModel:
             for of in (self.model_spec.inputs, self.model_spec.targets)
         )
         return find_sequence_info(
-            self.model_spec.block_calls, self.deferred_init, self.block_names, inputs, targets, self.loss
+            self.model_spec.block_calls,
+            self.deferred_init,
+            self.block_names,
+            inputs,
+            targets,
+            self.loss,
+            self.equal_block_calls,
         )
 
     @cached_property
@@ -267,6 +275,7 @@ def analyze(
         example_samples={key: value.detach() for key, value in example_samples.items()},
         table_uses=tuple(findings.table_uses),
         untracked_write_lines=tuple(findings.untracked_write_lines),
+        equal_block_calls=block_calls.equal_calls,
     )
 
 

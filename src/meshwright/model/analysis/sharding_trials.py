@@ -62,8 +62,11 @@ def find_sequence_info(
     inputs: Example,
     targets: Example,
     loss: Loss,
+    equal_calls: Mapping[str, str],
 ) -> SequenceInfo | None:
     """Returns how the model treats the sequence dim; None if its inputs have no sequences.
+
+    `equal_calls` names the first equal block call of some.
 
     Glue that depends on the inputs alone (positions, masks) runs on real values: whether there is a mask at
     all may depend on them.
@@ -75,6 +78,7 @@ def find_sequence_info(
         deferred_init.instantiate(),
         make_trial_factory(deferred_init, block_names),
         loss,
+        equal_calls,
     )
 
 

@@ -66,14 +66,16 @@ def analyze_sequence(
     module: nn.Module,
     make_trial: TrialFactory,
     loss: Loss,
+    equal_calls: Mapping[str, str],
 ) -> SequenceInfo | None:
     """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
     takes any.
 
     `block_calls` are those of a full forward; `module` has the sizes of the model, and `make_trial(batch,
-    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss.
+    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss;
+    `equal_calls` names the first equal block call of some.
     """
-    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss)
+    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss, equal_calls)
     input_lengths = _sequence_lengths(inputs)
     whole, reason = trials.best_trace(input_lengths)
     planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
@@ -123,6 +125,7 @@ class _SequenceTrials:
     module: nn.Module
     make_trial: TrialFactory
     loss: Loss
+    equal_calls: Mapping[str, str]
 
     def best_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
         """Returns the trace of a forward on sequences of all `input_lengths`, or why there is none.
@@ -221,7 +224,13 @@ class _SequenceTrials:
             with silence_fake_errors(), self.make_trial({**inputs, **targets_cut}, count) as run:
                 loss = partial(self._loss, run.batch, targets)
                 trace = BlockTrace(
-                    run.module, run.blocks, run.on_block_call, run.fake_mode, sizes, frozenset(begins)
+                    run.module,
+                    run.blocks,
+                    run.on_block_call,
+                    run.fake_mode,
+                    sizes,
+                    frozenset(begins),
+                    self.equal_calls,
                 )
                 with trace.trace_blocks():
                     trace.run({key: run.batch[key] for key in inputs}, loss)
