@@ -17,8 +17,10 @@ another way than its neighbour, is not told apart.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ from meshwright.model.recording.forward_recording import (
     tensor_records,
 )
 from meshwright.model.recording.model_operations import Operation
-from meshwright.plan.model_spec.model_spec import block_of
+from meshwright.model.tensors.pytree import map_leaves, named_tensors, tree_tensors, value_leaves
+from meshwright.plan.model_spec.model_spec import block_call_name, block_of
 
 LAYER_NUMBERS = frozenset(("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx", "idx"))
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.Size)
@@ -62,15 +65,129 @@ class RecordedBlockCall:
         """The tensors that the block was given, in order."""
         return [] if self.given is None else tensor_records((self.given.args, self.given.kwargs))
 
-    def make_inputs(self, made: dict[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments like the recorded ones, with tensors without values; `made` gets these by the ids
-        of the recorded ones.
+    def make_inputs(self, made: "MadeTensors") -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments like the recorded ones, with tensors of `made`.
 
         Raises TypeError if an argument is an object that is unknown.
         """
         if self.given is None:
             raise TypeError(f"{self.start.block_call} was called by its forward")
-        return tuple(_make(each, made) for each in self.given.args), _make(dict(self.given.kwargs), made)
+        return tuple(made.replace(each) for each in self.given.args), made.replace(dict(self.given.kwargs))
+
+
+class MadeTensors:
+    """Tensors without values that stand for recorded ones."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, torch.Tensor] = {}
+        self._by_view: dict[Any, torch.Tensor] = {}
+
+    def find(self, record: TensorRecord) -> torch.Tensor | None:
+        """Returns the tensor that stands for the recorded one, or for another view of all of it."""
+        found = self._by_id.get(record.id)
+        return self._by_view.get(_view_key(record)) if found is None else found
+
+    def add_outputs(self, recorded: Any, outputs: Any) -> None:
+        """Lets the tensors in the `outputs` of a block call stand for the `recorded` ones."""
+        records, tensors = tensor_records(recorded), tree_tensors(outputs)
+        if len(records) == len(tensors):
+            self._by_view |= {_view_key(record): each for record, each in zip(records, tensors, strict=True)}
+
+    def replace(self, value: Any) -> Any:
+        """Returns `value` with a tensor in place of every record; new ones are made."""
+        if isinstance(value, TensorRecord):
+            found = self.find(value)
+            if found is None:
+                if not value.is_strided:
+                    raise TypeError("a sparse tensor cannot be made from its record")
+                found = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+                self._by_id[value.id] = found.requires_grad_(value.requires_grad)
+            return found
+        if isinstance(value, Opaque):
+            raise TypeError(f"{value.text} cannot be made from its record")
+        if isinstance(value, dict):
+            return {key: self.replace(each) for key, each in value.items()}
+        if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+            return type(value)(self.replace(each) for each in value)
+        return value
+
+
+@dataclass(eq=False)
+class EqualBlocksOnce:
+    """Runs the first of equal block calls, and gives the others outputs like its own, without values.
+
+    It takes the place of the blocks in a forward (`ForwardDriver.use_interceptor`) on fake tensors.
+    `on_repeat(block_call, first)` is called in place of a block call; `repeated` are those so far.
+    """
+
+    equal_calls: Mapping[str, str]
+    on_repeat: Callable[[str, str], None]
+    repeated: set[str] = field(default_factory=set)
+    _num_calls: Counter[str] = field(default_factory=Counter)
+    _finished: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __call__(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the outputs of the next call of the block `name`."""
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        self._num_calls[name] += 1
+        block_call = block_call_name(name, self._num_calls[name])
+        first = self.equal_calls.get(block_call, block_call)
+        given = _live_signature((args, kwargs))
+        known_given, known_outputs = self._finished.get(first, (None, None))
+        if known_given == given:
+            self.on_repeat(block_call, first)
+            self.repeated.add(block_call)
+            inputs = tree_tensors((args, kwargs))
+            return map_leaves(known_outputs, lambda leaf: leaf(inputs) if type(leaf) is partial else leaf)
+        numbers = {id(each): number for number, each in enumerate(tree_tensors((args, kwargs)))}
+        outputs = run(*args, **kwargs)
+        if first == block_call:
+            self._finished[block_call] = given, map_leaves(outputs, partial(_maker, numbers))
+        return outputs
+
+
+def _maker(numbers: Mapping[int, int], leaf: Any) -> Any:
+    """Returns a function that makes an output like `leaf` from the inputs, of which `numbers` are known by
+    id.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if id(leaf) in numbers:
+        return partial(_input, numbers[id(leaf)])
+    return partial(_new_tensor, leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+
+def _input(number: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return inputs[number]
+
+
+def _new_tensor(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    needs_grad: bool,
+    inputs: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype).requires_grad_(needs_grad)
+
+
+def _live_signature(value: Any) -> Any:
+    seen: dict[int, int] = {}
+    paths = tuple(path for path, _ in named_tensors(value))
+    leaves = tuple(
+        (seen.setdefault(id(leaf), len(seen)), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        if isinstance(leaf, _CONSTANTS)
+        else id(leaf)
+        for leaf in value_leaves(value)
+    )
+    return paths, leaves
+
+
+def _view_key(record: TensorRecord) -> Any:
+    return record.storage, record.version, record.offset, record.shape, record.stride
 
 
 @dataclass
@@ -142,23 +259,6 @@ def _find_calls(recording: Recording) -> dict[str, RecordedBlockCall]:
             last_ids.append(running.last_id)
             running = None
     return calls
-
-
-def _make(value: Any, made: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, TensorRecord):
-        if value.id not in made:
-            if not value.is_strided:
-                raise TypeError("a sparse tensor cannot be made from its record")
-            tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
-            made[value.id] = tensor.requires_grad_(value.requires_grad)
-        return made[value.id]
-    if isinstance(value, Opaque):
-        raise TypeError(f"{value.text} cannot be made from its record")
-    if isinstance(value, dict):
-        return {key: _make(each, made) for key, each in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        return type(value)(_make(each, made) for each in value)
-    return value
 
 
 def _signature(value: Any, seen: dict[int, int] | None = None) -> Any:

@@ -2,7 +2,11 @@
 tokens.
 
 A block gets copies of the tensors of glue, so no other code holds them: a tensor of a block that reaches
-glue other than as an output is detected.
+glue other than as an output is detected. Of equal block calls the first is traced (equal_block_traces.py).
+
+Limit: this cannot be read off the recorded forward, which has other lengths, so it needs live tensors. Glue
+runs on tensors of which a rank has some tokens, and their class decides which operations gather; blocks run
+with the attention that a rank has.
 """
 
 from collections import Counter

@@ -7,6 +7,9 @@ which tells what fails, or that all runs with other shapes (a table of the rank'
 to the next). What does not run is given up, block after block, with a note: the layers of those blocks are
 not sharded.
 
+Whether code runs on other sizes than the recorded ones is no question to a recording: it needs live tensors,
+but only blocks, and of them one of each kind.
+
 A forward that hard-codes its number of heads may run all the same, and split the features into other heads.
 So the feature flow is traced here too, and the units of a slice must be those of the full tensor, as many as
 the rank has.
@@ -25,7 +28,7 @@ from torch import nn
 
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.blocks.discovery import WHOLE_MODEL
-from meshwright.model.blocks.recorded_block_calls import RecordedBlockCall, RecordedBlockCalls
+from meshwright.model.blocks.recorded_block_calls import MadeTensors, RecordedBlockCall, RecordedBlockCalls
 from meshwright.model.recording.forward_recording import BlockEnd, Recording, tensor_records
 from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.tensor_parallel.colwise_rowwise_groups import NUM_ATTEMPTS, find_layer_groups
@@ -164,20 +167,17 @@ def _blocks_run(
     recorded shapes.
     """
     recorder = _prepare_slices(module, proposal, numbers, recorded.recording.blocks)
-    flow, full_flow, made = FeatureFlow(), recorded.feature_flow, dict[int, torch.Tensor]()
+    flow, made = FeatureFlow(), MadeTensors()
     try:
         # the recorder must see dropout before its mask is drawn
         with silence_fake_errors(), ready(module), recorder.recording():
             for name, call in recorded.distinct_calls(proposal, numbers).items():
+                if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
+                    return False
                 args, kwargs = call.make_inputs(made)
-                for record in call.inputs:
-                    if full_flow.features.get(record) is not None:
-                        return False  # features of another block
-                    if full_flow.features.is_known(record):
-                        given = recorder.describe(made[record.id])
-                        flow.features.set_constant(given, full_flow.features.varying_dims(record))
                 recorder.begin_block_call(name)
-                recorder.blocks[block_of(name)](*args, **kwargs)
+                outputs = recorder.blocks[block_of(name)](*args, **kwargs)
+                made.add_outputs(call.outputs, outputs)
     except Exception:  # the whole model tells what fails
         return False
     recording = recorder.finish(None)
@@ -187,6 +187,28 @@ def _blocks_run(
             if _shapes(event.results) != _shapes(full):
                 return False
     return _unit_mismatch(flow.read(recording), proposal) is None
+
+
+def _know_inputs(
+    call: RecordedBlockCall,
+    made: MadeTensors,
+    full_flow: FeatureFlow,
+    flow: FeatureFlow,
+    recorder: ForwardRecorder,
+) -> bool:
+    """Notes in `flow` what `full_flow` knows of the inputs of a block call that no earlier one has made.
+
+    Returns whether that is all: features of a block that glue has changed are unknown.
+    """
+    for record in call.inputs:
+        if made.find(record) is not None:
+            continue
+        if full_flow.features.get(record) is not None:
+            return False
+        given = recorder.describe(made.replace(record))
+        if full_flow.features.is_known(record):
+            flow.features.set_constant(given, full_flow.features.varying_dims(record))
+    return True
 
 
 def _shapes(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
