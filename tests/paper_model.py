@@ -1,8 +1,23 @@
-"""A model spec without a model, for tests that run nothing."""
+"""A model spec without a model, and programs of given lists, for tests that run nothing."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshwright.plan.model_spec.model_spec import BatchTensor, ModelSpec, ParamSpec
+from meshwright.plan.step.program import Action, Program, Role
+from meshwright.plan.step.single_device_program import stage_role_name
+
+FIRST_ROLE = stage_role_name(0)
+
+
+def program_of(actions_by_role: Mapping[str, Iterable[Action]]) -> Program:
+    """Returns the program with these lists, each of one rank."""
+    return Program(
+        tuple(
+            Role(name, range(rank, rank + 1), tuple(actions))
+            for rank, (name, actions) in enumerate(actions_by_role.items())
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,8 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenc
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Action, Program, Transfer
-from meshwright.plan.step.single_device_program import FIRST_ROLE
-from meshwright.plan.strategy_interface import Strategy
+from meshwright.plan.step.program import Action, Program, Role, Transfer
+from meshwright.plan.strategy_interface import Runtime, Strategy
 
 MASKS = ("none", "causal", "window", "prefix", "document", "documents", "padding", "bias")
 BLOCK = "attention"
@@ -186,16 +185,17 @@ def torch_attention(call: Call) -> Tensors:
 
 
 class AttentionRank:
-    """One rank with its tokens of a call; it has the part of the strategy interface that attention uses."""
+    """One rank with its tokens of a call; it has the part of the state that attention uses."""
 
     def __init__(self, world: World, strategy: Strategy, call: Call) -> None:
         sharding_plan = strategy.place(call.sharding_plan(world.mesh))
-        self.plan: Any = SimpleNamespace(
+        plan = SimpleNamespace(
             sharding=sharding_plan, view=RankView(sharding_plan, world.mesh.coordinate(world.rank))
         )
         self._world, self._call = world, call
-        state: Any = SimpleNamespace(world=world, current_action="")
-        self._state, self.collectives, self.sequence_runner = state, BlockCollectives(state), self
+        state: Any = SimpleNamespace(world=world, current_action="", plan=plan, sequence_runner=self)
+        state.collectives = BlockCollectives(state)
+        self._state = state
         self._attention_fn: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         rank = world.mesh.coordinate(world.rank)["cp"]
         self.token_shard = TokenShard(
@@ -218,7 +218,7 @@ class AttentionRank:
             {(transfer.axes, among) for transfer in transfers for among in transfer.member_groups(world.mesh)}
         ):
             world.group(axes, among)  # every rank creates all groups, in the same order
-        strategy.bind(self)  # type: ignore[arg-type]  # attention uses these few attributes of a rank
+        strategy.bind(Runtime(state))
 
     def take_local(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns this rank's tokens of queries, keys or values, or its rows of a mask;
@@ -230,7 +230,7 @@ class AttentionRank:
         """Returns the output for this rank's tokens, and the leaves that have gradients."""
         if self._attention_fn is None:
             raise RuntimeError("no strategy computes attention; bind one that shards tokens")
-        self.collectives.begin_block("F")
+        self._state.collectives.begin_block("F")
         leaves = [each.detach().requires_grad_() for each in self.leaves]
         mask = self.mask
         if mask is not None and self._call.mask_has_grad:
@@ -273,8 +273,8 @@ def planned_transfers(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, l
     dtype: Any = str(call.query.dtype).removeprefix("torch.")
     train, precision = TrainConfig(batch=call.query.shape[0]), PrecisionConfig(dtype, dtype)
     job = Job(ModelConfig("attention"), DataConfig("random"), train, precision=precision)
-    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK, 0), Action("B", BLOCK, 0)]})
+    role = Role(BLOCK, range(1), (Action("F", BLOCK, 0), Action("B", BLOCK, 0)))
     return {
         action.kind: list(action.inner_transfers)
-        for action in strategy.rewrite(program, view, job).actions(FIRST_ROLE)
+        for action in strategy.rewrite(Program((role,)), view, job).actions(BLOCK)
     }

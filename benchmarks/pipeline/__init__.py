@@ -1,5 +1,6 @@
 """Pipeline schedules: bubbles, parity, planning time, and step time against torch.
 
+nccl_deadlocks      schedules under what NCCL may make a rank wait for
 pipeline_formulas   bubble and peak memory of every schedule, against the papers' formulas
 pipeline_models     the models of the parity benchmark
 pipeline_parity     pipelined steps against one device, in float64

@@ -18,6 +18,7 @@ SHARED = (
     "context/memory_model",
     "context/ring_attention",
     "context/context_parallel_strategy",
+    "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",
     "schedules/registry",

@@ -32,10 +32,15 @@ from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
-from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    diagnostics_in,
+    raise_diagnostics,
+)
 from meshwright.plan.job.field_constraints import with_valid_fields
-from meshwright.plan.job.job import Job
-from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.job.job import Job, missing_data_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.terminal.data_line import DataSummary
@@ -148,11 +153,8 @@ def resolve_request(
 
 
 def _request_diagnostics(request: PlanRequest, *, needs_data: bool) -> list[Diagnostic]:
-    return [
-        *request.job.diagnostics(needs_data=needs_data),
-        *request.run.diagnostics(),
-        *request.strategy_diagnostics,
-    ]
+    missing = missing_data_diagnostics(request.job.data) if needs_data else ()
+    return [*missing, *request.job_diagnostics, *request.strategy_diagnostics]
 
 
 @dataclass(frozen=True)
@@ -214,14 +216,16 @@ def open_valid_request(request: PlanRequest, *, needs_data: bool = True) -> Open
 def open_request(
     request: PlanRequest, diagnostics: list[Diagnostic], *, needs_data: bool
 ) -> OpenedRequest | None:
-    """Returns the model and the data of `request`, and appends to `diagnostics` what is wrong with them.
+    """Returns the model and the data of `request`, and appends to `diagnostics`, those of the job, what is
+    wrong with them.
 
     Returns None without a model, and if no samples can stand for data that cannot be read.
     """
     job, cache = request.job, token_cache_folder(request.run)
     has_data, loaded, eval_dataset = needs_data or job.data.is_named, None, None
+    is_readable = job.data.source == EXAMPLE_SOURCE or not diagnostics_in("data", diagnostics)
     try:
-        if not list(job.model.diagnostics()):
+        if not diagnostics_in("model", diagnostics):
             job = replace(job, model=pin_revision(job.model))
             loaded = load_model(job.model, job.train.seed)
     except PlanError as error:
@@ -237,7 +241,7 @@ def open_request(
         if tokenizer is not None:
             job, readable = replace(job, data=replace(job.data, tokenizer=tokenizer)), loaded
     notes = () if loaded is None else tuple(tokenizer_notes(job))
-    if has_data:
+    if has_data and is_readable:
         data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
     if loaded is None:
         return None
@@ -256,15 +260,15 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
     Raises PlanError with every diagnostic of the plan, and if `request` is a plan file of another plan.
     """
     job, analyzed = opened.job, opened.analyzed
-    if list(job.precision.diagnostics()):  # they are reported; other dtypes stand for what cannot be tried
-        job = replace(job, precision=PrecisionConfig())
     given = request.strategies
     strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
     notes = [*notes, *job.precision.notes(), *opened.notes]
-    plan = plan_for_model(analyzed, job, mesh, strategies, request.micro_batch, request.run)
+    plan = plan_for_model(
+        analyzed, job, mesh, strategies, request.micro_batch, request.run, request.job_diagnostics
+    )
     notes = [*notes, *uneven_split_notes(plan.sharding)]
     made_from = request.extra.get("plan_hash", plan.hash)
     if made_from != plan.hash:

@@ -10,6 +10,7 @@ from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
+from meshwright.plan.job import job
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
@@ -82,3 +83,21 @@ def test_plan_says_what_was_chosen_and_why(
     code, out, _ = invoke(capsys, "plan", config)
     assert code == 0
     assert "auto chose 'one_shot' for 3 ranks, because 64 MiB takes" in " ".join(out.split())
+
+
+def test_a_config_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch):
+    runs: list[str] = []
+
+    def counted(function):
+        def count(*args):
+            runs.append(function.__name__ if len(args) == 1 else args[1])
+            return function(*args)
+
+        return count
+
+    checks = job.CROSS_FIELD_CHECKS
+    monkeypatch.setattr(job, "CROSS_FIELD_CHECKS", tuple(map(counted, checks)))
+    monkeypatch.setattr(job, "field_diagnostics", counted(job.field_diagnostics))
+    (request, _) = resolve_config(config, [], None)
+    tables = [*vars(request.job), "run"]
+    assert runs == [*tables, *(check.__name__ for check in checks)]

@@ -1,6 +1,7 @@
 """The generated pages, from a small package made for the purpose."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -211,3 +212,12 @@ def test_pictures_become_fenced_text_and_prose_is_escaped():
     assert markdown("Sum a * b of `x * y`:\n\n    a * b\n\n      c\n\nCost: n.\nLimits: none.") == (
         "Sum a \\* b of `x * y`:\n\n```text\na * b\n\n  c\n```\n\n**Cost:** n.\n\n**Limits:** none."
     )
+
+
+def test_the_lines_that_the_page_of_hangs_quotes_issue_collectives():
+    tree = Path(__file__).parents[2]
+    page = (tree / "docs/concepts/hangs.md").read_text()
+    quoted = re.findall(r"(src/meshwright/\S+\.py):(\d+)", page)
+    assert quoted
+    for file, line in quoted:
+        assert "group.all_reduce(" in (tree / file).read_text().splitlines()[int(line) - 1]

@@ -5,7 +5,9 @@ from typing import ClassVar, get_args
 
 import pytest
 
-from meshwright.plan.job.job import OptimizerConfig, OptimizerName, ParamGroupConfig
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import Diagnostic, diagnostics_in
+from meshwright.plan.job.job import Job, OptimizerConfig, OptimizerName, ParamGroupConfig
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.optimizer_per_param import (
     SHARD_ALIGNMENTS,
@@ -19,9 +21,8 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.tiny_model import tiny_job
 
 HIDDEN = ParamSpec("layer.weight", (4, 3), ("layer",), is_hidden_matrix=True)
@@ -100,6 +101,10 @@ def test_the_bytes_of_other_shapes_and_widths():
     )
 
 
+def of_optimizer(spec: OptimizerConfig) -> list[Diagnostic]:
+    return diagnostics_in("optimizer", Job(optimizer=spec).diagnostics(RunConfig()))
+
+
 @pytest.mark.parametrize(
     ("spec", "where", "message"),
     [
@@ -142,7 +147,7 @@ def test_the_bytes_of_other_shapes_and_widths():
     ],
 )
 def test_options_that_an_optimizer_does_not_have_are_refused(spec: OptimizerConfig, where: str, message: str):
-    diagnostics = list(spec.diagnostics())
+    diagnostics = of_optimizer(spec)
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
     assert diagnostics[0].problem.startswith(message)
     assert diagnostics[0].fix
@@ -161,7 +166,7 @@ def test_options_that_an_optimizer_does_not_have_are_refused(spec: OptimizerConf
     ids=lambda spec: spec.name,
 )
 def test_usual_options_of_optimizers_are_accepted(spec: OptimizerConfig):
-    assert list(spec.diagnostics()) == []
+    assert of_optimizer(spec) == []
 
 
 @dataclass(frozen=True)

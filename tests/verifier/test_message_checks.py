@@ -1,10 +1,15 @@
 """Messages that cannot carry what their transfer means are found without running."""
 
+from dataclasses import replace
+
 import pytest
 
+from meshwright.api import make_plan
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.verifier.message_checks import check_messages
+from meshwright.verifier.message_checks import check_message_order, check_messages
+from tests.tiny_model import analyzed_model, tiny_job
 
 MESH = Mesh(dp_replicate=2, dp_shard=3)
 BOTH = ("dp_replicate", "dp_shard")
@@ -56,3 +61,21 @@ def test_messages_that_cannot_carry_it_are_refused(meaning: str, message: Transf
 def test_messages_over_an_axis_that_is_not_meant_are_refused():
     (found,) = problems("all_reduce", ("dp_shard",), SUM)
     assert found.endswith("and its messages go over dp_replicate too")
+
+
+def test_two_receives_that_change_places_are_noticed():
+    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1)
+    receiver = plan.program.roles[1]
+    assert list(check_message_order(plan, receiver)) == []
+
+    first, second, *_ = (action for action in receiver.actions if action.kind == "RECV")
+    swapped = {first.name: second, second.name: first}
+
+    def swap(action: Action) -> Action:
+        return swapped.get(action.name, action)
+
+    corrupted = replace(receiver, actions=tuple(map(swap, receiver.actions)))
+    assert list(check_message_order(plan, corrupted)) == [
+        "what pp0 sends pp1 is received in another order: pp0/SEND(layers.2 to 1, 0) is matched with the "
+        "receive for pp0/SEND(layers.2 to 1, 1)"
+    ]

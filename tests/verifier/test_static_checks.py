@@ -14,9 +14,9 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Allocation
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import SyntheticModel
+from tests.paper_model import SyntheticModel, program_of
 
 Edit = Callable[[list[Action]], list[Action]]
 STAYS = "the gradient of layer1.weight stays a partial sum over dp_replicate: no all_reduce moves it"
@@ -202,8 +202,7 @@ def test_roles_that_wait_for_each_other_are_shown():
         [replace(listed[0], waits=(f"{other}/TOKEN_COUNT()",)), *listed[1:]] for other in ("b", "a")
     )
     said = [
-        fault.problem
-        for fault in static_checks(replace(plan, program=Program.from_dict({"a": first, "b": second})))
+        fault.problem for fault in static_checks(replace(plan, program=program_of({"a": first, "b": second})))
     ]
     assert len(said) == 1
     assert "a: action 0 of" in said[0]

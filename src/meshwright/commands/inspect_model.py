@@ -15,7 +15,13 @@ from meshwright.model.loading.loader import load_model
 from meshwright.model.recording.recording_json import save_recording
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    diagnostics_in,
+    raise_diagnostics,
+    refuse_write_errors,
+)
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -56,7 +62,7 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     """
     request = read_request(config, overrides, STRATEGIES)
     job = request.job
-    raise_diagnostics(job.model.diagnostics())
+    raise_diagnostics(diagnostics_in("model", request.job_diagnostics))
     loaded = load_model(job.model, job.train.seed)
     example = loaded.example or zero_tokens(loaded, job.data)
     loss = choose_loss(loaded, example, job.data)

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import Any, final
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.job.errors import raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
@@ -61,16 +61,18 @@ class Plan:
         micro_batch: int = 0,
         run: RunConfig | None = None,
         *,
+        found: Iterable[Diagnostic] | None = None,
         alignment_optimizer: OptimizerConfig | None = None,
     ) -> "Plan":
         """Returns the plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes
         the whole local batch.
 
         Shards are aligned for the job's optimizer, or for `alignment_optimizer` (a comparison updates with
-        another one). Raises PlanError with every diagnostic of the job, the mesh, the batch and the
-        strategies.
+        another one). `found` are the diagnostics of job and run, if they were checked already. Raises
+        PlanError with these and every diagnostic of the mesh, the batch and the strategies.
         """
         run = run or RunConfig()
+        diagnostics = [*(job.diagnostics(run) if found is None else found)]
         ordered = sort_by_phase(strategies)
         sharding = ShardingPlan.one_device(mesh, model_spec)
         alignment_optimizer = alignment_optimizer or job.optimizer
@@ -79,14 +81,7 @@ class Plan:
                 param_sharding, shard_alignment=shard_alignment_of(alignment_optimizer, param_sharding.param)
             )
         )
-        diagnostics = [
-            *job.diagnostics(),
-            *run.diagnostics(),
-            *strategy_choice_diagnostics(ordered),
-            *model_diagnostics(model_spec),
-        ]
-        if not isinstance(job.train.batch, int):
-            raise_diagnostics(diagnostics)  # the checks below divide it
+        diagnostics += [*strategy_choice_diagnostics(ordered), *model_diagnostics(model_spec)]
         for strategy in ordered:
             diagnostics += strategy.check(job, sharding)
             sharding = strategy.place(sharding)

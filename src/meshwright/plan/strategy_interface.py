@@ -26,12 +26,7 @@ from meshwright.plan.strategy_state import StateSpec
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
     import torch
 
-    from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
-    from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
-    from meshwright.engine.params.flat_param_store import FlatParamStore
-    from meshwright.engine.runtime.module_patches import ModulePatches
     from meshwright.engine.runtime.rank_state import RankState
-    from meshwright.plan.plan import RankPlan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
@@ -47,18 +42,15 @@ class Runtime:
 
     `state` knows the operand of each action (`state.operand(action)`: the tensors that its collective reads
     and writes), starts the collective that the plan states (`state.start_collective(action)`), and takes the
-    work of any other that a strategy starts in its place (`state.issue(action, work)`). `params` are the flat
-    parameters; `collectives` are those inside blocks; `patches` replace and wrap forwards of modules;
-    `sequence_runner` takes the attention and the convolutions of a strategy that shards the sequence.
+    work of any other that a strategy starts in its place (`state.issue(action, work)`). `state.plan` is the
+    plan of the rank; `state.flat_params` are its flat parameters; `state.collectives` are those inside
+    blocks; `state.patches` replace and wrap forwards of modules; `state.sequence_runner` takes the attention
+    and the convolutions of a strategy that shards the sequence. The other parts come after strategies.
+
     `tensors` are those that the strategy has declared (`Strategy.states`), by key: "residual/head.weight".
     """
 
-    plan: "RankPlan"
     state: "RankState"
-    params: "FlatParamStore"
-    collectives: "BlockCollectives"
-    patches: "ModulePatches"
-    sequence_runner: "FullSequenceRunner"
     tensors: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     wrappers: list[tuple[str, HandlerWrapper]] = field(default_factory=list)
 

@@ -3,9 +3,9 @@
 Without running it, by its messages, and by its numbers.
 
     static_checks           checks of a program without running it: order, waits, memory, gradients, updates
-    pipeline_message_order  checks between pipeline ranks: order of messages, deadlocks
+    nccl_deadlocks          where a program would wait for ever, under the rules of NCCL
     tied_grad_sums          checks of the sums of tied gradients over pipeline ranks
-    message_checks          checks of what transfers mean, and of the messages that carry them
+    message_checks          checks of what transfers mean, of the messages that carry them, and of their order
     messages                the messages of a step, as the program states them and as a rank issued them
     message_trace           the messages of ranks on fake tensors, compared with the program
     model_own_loss          the loss of the plan beside the one that the model computes itself

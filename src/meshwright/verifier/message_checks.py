@@ -1,4 +1,4 @@
-"""Checks that the messages of a transfer can carry what it means.
+"""Checks that the messages of a transfer can carry what it means, and are received in the order of sending.
 
     transfer          at its end each rank has       so its last message is
     all_reduce        the whole sum                  all_reduce, all_gather or broadcast
@@ -12,12 +12,15 @@ within a rank takes transfers without messages, and no other stream does.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from types import MappingProxyType
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.plan.hardware.streams import STREAMS
+from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Transfer
+from meshwright.plan.step.program import Action, Role, Transfer
+from meshwright.plan.step.simulator import qualified_name
 
 LAST_MESSAGES = MappingProxyType(
     {
@@ -34,6 +37,33 @@ def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
         for transfer in action.transfers:
             if transfer.carried_by:
                 yield from (f"{action.name} {problem}" for problem in _problems(mesh, transfer))
+
+
+def check_message_order(plan: Plan, role: Role) -> Iterator[str]:
+    """Yields messages of one rank to another that are not received in the order of sending, each once."""
+    received = [
+        wait
+        for action in role.actions
+        if action.stream == "recv"
+        for wait in action.waits
+        if "/" in wait.split("(")[0]
+    ]
+    for sender in plan.program.roles:
+        sent = [
+            qualified_name(sender.name, action.name)
+            for action in sender.actions
+            if action.stream == "send"
+            and action.transfer is not None
+            and plan.peer_role(sender, action.transfer).name == role.name
+        ]
+        received_here = [wait for wait in received if wait.startswith(f"{sender.name}/")]
+        if sent != received_here:
+            pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
+            at = next(number for number, (one, other) in enumerate(pairs) if one != other)
+            yield (
+                f"what {sender.name} sends {role.name} is received in another order: {pairs[at][0]} is "
+                f"matched with the receive for {pairs[at][1]}"
+            )
 
 
 def check_streams(actions: Sequence[Action]) -> Iterator[str]:

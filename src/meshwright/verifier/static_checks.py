@@ -3,8 +3,9 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, messages that cannot carry their transfer (message_checks.py), what pipeline
-ranks do not agree on (pipeline_message_order.py, tied_grad_sums.py), and deadlocks.
+out, memory that is not freed, messages that cannot carry their transfer or are received in another
+order (message_checks.py), what pipeline ranks do not agree on (tied_grad_sums.py), and deadlocks
+(nccl_deadlocks.py).
 """
 
 from collections import defaultdict
@@ -25,8 +26,8 @@ from meshwright.plan.step.single_device_program import (
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
-from meshwright.verifier.message_checks import check_messages, check_streams
-from meshwright.verifier.pipeline_message_order import check_message_order, find_unbuffered_deadlocks
+from meshwright.verifier.message_checks import check_message_order, check_messages, check_streams
+from meshwright.verifier.nccl_deadlocks import check_evaluation, find_nccl_deadlocks
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
 _FIX = (
@@ -54,7 +55,8 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
-    found += [("program", text) for text in find_unbuffered_deadlocks(program)]
+    found += [("program", text) for text in find_nccl_deadlocks(plan, "synchronize")]
+    found += [("evaluation", text) for text in check_evaluation(plan)]
     try:
         simulate(program)
     except SimulationDeadlock as stuck:

@@ -19,9 +19,9 @@ from benchmarks.data_parallel.zero_states import (
 )
 from benchmarks.harness.live_bytes import add_live_probes, live_bytes, live_storages
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import ProcessPool
+from tests.paper_model import FIRST_ROLE
 
 
 @pytest.mark.parametrize("name", ["zero_states.csv", "fsdp_memory.csv"])

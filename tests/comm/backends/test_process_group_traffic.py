@@ -94,3 +94,13 @@ def test_a_reduce_scatter_on_gloo_moves_its_own_bytes_and_the_native_one_an_all_
     for ours, native in process_pool.run(over_gloo, Mesh(dp_shard=3), scattered_sums):
         assert operand_bytes * 2 / 3 <= ours < operand_bytes * 2 / 3 * 1.01
         assert native > 1.8 * ours
+
+
+def sum_of_a_pair(world: World) -> list[float]:
+    tensor = torch.arange(3.0) + 10 * world.rank
+    world.group(["pp"], (1, 0)).all_reduce(tensor).wait()
+    return tensor.tolist()
+
+
+def test_a_pair_in_descending_order_sums_like_any_other(process_pool: ProcessPool) -> None:
+    assert process_pool.run(over_gloo, Mesh(pp=2), sum_of_a_pair) == [[10.0, 12.0, 14.0]] * 2

@@ -3,7 +3,6 @@ unchanged.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
-from meshwright.engine.forward_backward.pipelined_eval import PipelinedEvaluation, rank_schedule, stage_ranks
+from meshwright.engine.forward_backward.pipelined_eval import PipelinedEvaluation
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit as Split
 from meshwright.parallel.data.ddp import DDP
@@ -194,48 +193,6 @@ def test_the_ledger_has_what_was_sent_between_which_stages():
         between = {name: nbytes for name, nbytes in sent.items() if name != "EVALUATE"}
         assert [name.endswith(f" to {index + 1})") for name in between] == [True] * (index < 2)
         assert list(between.values()) == [12 * 5 * 21 * 8] * (index < 2)
-
-
-def test_of_two_ranks_with_a_stage_the_one_with_fewer_runs_it():
-    space = make_plan(ANALYZED, tiny_job(), Mesh(pp=4), (Pipeline(),), 1).sharding
-    parts = [stage[0] for stage in space.block_calls_by_pp_rank]
-    both = tuple((parts[index], parts[3 - index]) for index in range(4))  # as DualPipe has them
-    assert stage_ranks(replace(space, block_calls_by_pp_rank=both)) == (0, 1, 2, 3)
-    assert stage_ranks(replace(space, block_calls_by_pp_rank=(tuple(parts), (parts[2],), (), ()))) == (
-        0,
-        0,
-        1,
-        0,
-    )
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [(0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)],
-    ids=["one each", "looped", "looped over three", "a V", "a V over three"],
-)
-def test_no_rank_is_idle_between_its_first_and_last_forward(ranks: tuple[int, ...]):
-    """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way
-    through all parts.
-    """
-    micros, each = 9, max(map(ranks.count, ranks))
-    lists = [
-        list(
-            rank_schedule(
-                [p for p, owner in enumerate(ranks) if owner == r], each, range(micros).__contains__
-            )
-        )
-        for r in set(ranks)
-    ]
-    ended: dict[tuple[int, int], int] = {}
-    free = [0] * len(lists)
-    while any(lists):
-        for rank, left in enumerate(lists):
-            while left and (left[0][0] == 0 or (left[0][0] - 1, left[0][1]) in ended):
-                stage, micro = left.pop(0)
-                ended[stage, micro] = free[rank] = max(free[rank], ended.get((stage - 1, micro), 0)) + 1
-    assert len(ended) == micros * len(ranks)
-    assert max(free) <= micros * each + len(ranks) - each
 
 
 class Calling(nn.Module):

@@ -21,7 +21,6 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -34,6 +33,7 @@ from tests.engine.two_tower_model import (
     pairs,
     towers_plan,
 )
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import TOKENS, edited, tiny_job, token_samples
 
 ANALYZED = analyzed_towers()

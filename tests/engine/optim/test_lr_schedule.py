@@ -14,8 +14,9 @@ from transformers import (
 )
 
 from meshwright.engine.optim.lr_schedule import TorchLRSchedule, as_lr_scheduler_factory, lr_factor
-from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import LRScheduleConfig
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, diagnostics_in
+from meshwright.plan.job.job import Job, LRScheduleConfig, TrainConfig
 
 
 def factors(schedule: LRScheduleConfig, steps: int) -> list[float]:
@@ -103,16 +104,21 @@ def test_linear_and_inverse_sqrt_stay_above_their_floor():
     assert lr_factor(LRScheduleConfig("inverse_sqrt", warmup=1, floor=0.25), 99, 100) == 0.25
 
 
+def of_schedule(spec: LRScheduleConfig) -> list[Diagnostic]:
+    job = Job(train=TrainConfig(steps=10), lr_schedule=spec)
+    return diagnostics_in("lr_schedule", job.diagnostics(RunConfig()))
+
+
 def test_an_option_of_another_schedule_is_refused_with_the_schedule_that_has_it():
     for key, value, owner in (
         ("decay", 3, "wsd"),
         ("power", 2.0, "polynomial"),
         ("timescale", 5, "inverse_sqrt"),
     ):
-        (found,) = LRScheduleConfig("cosine", **{key: value}).diagnostics(steps=10)
+        (found,) = of_schedule(LRScheduleConfig("cosine", **{key: value}))
         assert found.location == f"lr_schedule.{key}"
         assert f'name = "{owner}"' in found.fix
-        assert not list(LRScheduleConfig(owner, **{key: value}).diagnostics(steps=10))
+        assert not of_schedule(LRScheduleConfig(owner, **{key: value}))
 
 
 def optimizer_and_schedule(make: object) -> tuple[torch.optim.Optimizer, TorchLRSchedule]:

@@ -14,8 +14,8 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()  # the 91 elements of its head do not divide by 3

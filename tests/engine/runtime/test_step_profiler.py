@@ -19,9 +19,9 @@ from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()

@@ -40,7 +40,7 @@ class Round(torch.autograd.Function):
 def shifted_around_ring(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
     for _ in range(RANKS):
         coming = torch.empty_like(tensor)
-        runtime.collectives.shift(coming, tensor, AXIS, offset=by).wait()
+        runtime.state.collectives.shift(coming, tensor, AXIS, offset=by).wait()
         tensor = coming
     return tensor
 
@@ -70,7 +70,7 @@ class ShiftInBlock(Strategy):
         def around(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             return inner(Round.apply(x, runtime, 1, self.back))
 
-        runtime.patches.wrap_forward(LAYER, around)
+        runtime.state.patches.wrap_forward(LAYER, around)
         return {}
 
 

@@ -27,12 +27,12 @@ from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.gradient_noise_actions import REDUCE_SQNORM_NBYTES
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, sample_range
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import (
     Tiny,
     analyzed_model,

@@ -1,6 +1,7 @@
 """Forward graphs of an analyzed model: recorded per input shape, for training and for evaluation."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshwright.model.analysis.forward_graph_trace import (
     get_forward_graphs,
 )
 from meshwright.plan.job.errors import PlanError
+from tests.fake_cuda import run_with_fake_cuda
 from tests.model.block_backward import Chain, analyze_model
 from tests.model.pipeline.staged_model import X, chained
 
@@ -94,12 +96,14 @@ def test_stage_boundaries_and_forward_graphs_of_an_analyzed_model_are_cached():
     assert add_stage_boundaries(analyzed).model_spec.stage_boundaries is boundaries, (
         "products in the dtype of parameters are no other way"
     )
-    assert get_forward_graphs(analyzed, torch.float32).get(analyzed.example).boundaries is boundaries
+    assert get_forward_graphs(analyzed, torch.float32, "cpu").get(analyzed.example).boundaries is boundaries
     assert (
         add_stage_boundaries(analyzed, compute_dtype=torch.bfloat16).model_spec.stage_boundaries
         is not boundaries
     )
-    assert get_forward_graphs(analyzed, torch.float64) is not get_forward_graphs(analyzed, torch.float32)
+    assert get_forward_graphs(analyzed, torch.float64, "cpu") is not get_forward_graphs(
+        analyzed, torch.float32, "cpu"
+    )
 
 
 def test_a_value_whose_shape_is_quadratic_in_the_samples_closes_its_boundaries():
@@ -126,3 +130,31 @@ def test_a_forward_that_writes_into_its_input_is_refused():
         match="the forward writes into its input 'x', and every stage that a rank runs would do so again",
     ):
         add_stage_boundaries(analyze_model(lambda: Chain(writes), X))
+
+
+def normed(model: Chain, x: torch.Tensor) -> object:
+    for layer in model.layers:
+        x = F.layer_norm(layer(x), x.shape[-1:])
+    return model.head(x)
+
+
+DTYPES_BY_DEVICE = """
+import torch
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from tests.model.analysis.test_forward_graph_trace import Chain, X, analyze_model, normed
+
+for device in ("cpu", "cuda"):
+    graphs = ForwardGraphCache(analyze_model(lambda: Chain(normed), X), torch.float32, device)
+    for compute in (torch.bfloat16, torch.float32):
+        (value,) = graphs.get(X, compute).boundaries.live_values("layers.2")
+        print(device, compute, value.dtype, torch.is_autocast_enabled(device))
+"""
+
+
+def test_values_between_stages_have_the_dtype_of_the_device_that_trains(tmp_path: Path):
+    assert run_with_fake_cuda(DTYPES_BY_DEVICE, tmp_path).splitlines() == [
+        "cpu torch.bfloat16 bfloat16 False",
+        "cpu torch.float32 float32 False",
+        "cuda torch.bfloat16 float32 False",
+        "cuda torch.float32 float32 False",
+    ]

@@ -8,7 +8,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from meshwright.model.hf import hub
 from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, diagnostics_in
+from meshwright.plan.job.job import Job
 from meshwright.plan.job.model_config import ModelConfig
 from tests.model.published_models import logits, made, published
 
@@ -104,15 +106,19 @@ def test_settings_without_effect_are_refused(source: ModelConfig, message: str):
         pin_revision(source)
 
 
+def of_model(source: ModelConfig) -> list[Diagnostic]:
+    return diagnostics_in("model", Job(source).diagnostics(RunConfig()))
+
+
 @pytest.mark.parametrize("revision", ["", "main", COMMIT[:8]])
 def test_code_of_others_needs_a_commit(revision: str):
-    diagnostics = list(ModelConfig("org/name", revision=revision, trust_remote_code=True).diagnostics())
+    diagnostics = of_model(ModelConfig("org/name", revision=revision, trust_remote_code=True))
     assert [diagnostic.location for diagnostic in diagnostics] == ["model.trust_remote_code"]
     assert "40 hexadecimal digits" in diagnostics[0].fix
-    assert not list(ModelConfig("org/name", revision=COMMIT, trust_remote_code=True).diagnostics())
+    assert not of_model(ModelConfig("org/name", revision=COMMIT, trust_remote_code=True))
 
 
 def test_skip_without_weights_is_refused():
-    assert [diagnostic.location for diagnostic in ModelConfig("x.json", skip=("a",)).diagnostics()] == [
+    assert [diagnostic.location for diagnostic in of_model(ModelConfig("x.json", skip=("a",)))] == [
         "model.skip"
     ]

@@ -60,8 +60,13 @@ def test_every_kind_of_value_is_kept(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": "meshwright recording", "version": 99}', "version 99; needed is meshwright recording"),
-        ("[1, 2]", "has format None"),
+        (
+            '{"format": "meshwright recording", "version": 99}',
+            "version is 99; this meshwright reads version 1",
+        ),
+        ('{"format": "meshwright plan", "version": 1}', "needed is 'meshwright recording'"),
+        ("[1, 2]", "it names no format and version"),
+        ('{"format": "meshwright recording", "version": 1}', "lacks its 'tensors', 'num_samples'"),
         ("{", "cannot be read"),
     ],
 )

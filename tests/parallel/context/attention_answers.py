@@ -25,10 +25,10 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenc
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Action, Program
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE, program_of
 
 NUM_SAMPLES = 2
 BLOCK_CALL = "layers.0"
@@ -95,15 +95,15 @@ class Rank:
 
     def __init__(self, world: World, space: ShardingPlan) -> None:
         view = RankView(space, world.mesh.coordinate(world.rank))
-        self.plan = SimpleNamespace(sharding=space, view=view)
         self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         self.beside: Conv1dImpl | None = None
-        self._state: Any = SimpleNamespace(world=world, current_action="F")
-        self.collectives, self.sequence_runner = BlockCollectives(self._state), self
+        plan = SimpleNamespace(sharding=space, view=view)
+        self.state: Any = SimpleNamespace(world=world, current_action="F", plan=plan, sequence_runner=self)
+        self.state.collectives = BlockCollectives(self.state)
 
     def act(self, action: str) -> None:
         """What is moved from now on is for `action`."""
-        self._state.current_action = action
+        self.state.current_action = action
 
     def set_attention(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer
@@ -217,7 +217,7 @@ def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
         TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig(dtype, dtype),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
+    program = program_of({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, view, job).actions(FIRST_ROLE)
     return {
         action.kind: [

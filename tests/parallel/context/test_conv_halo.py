@@ -29,9 +29,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import num_positions
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Action, Program
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from meshwright.plan.step.program import Action
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE, program_of
 from tests.parallel.context.attention_answers import Rank
 from tests.parallel.tensor.odd_llama import analyzed_llama
 
@@ -214,7 +214,7 @@ def planned_transfers(
         TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig("float64", "float64"),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
+    program = program_of({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, view, job).actions(FIRST_ROLE)
     return [
         (move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers

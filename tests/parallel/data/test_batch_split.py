@@ -18,13 +18,12 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R, S
 from meshwright.plan.step.single_device_program import (
     BATCH_INFO,
-    FIRST_ROLE,
     sequential_stage_calls,
     single_device_program,
 )
 from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import run_on_threads
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.tiny_model import (
     NUM_SAMPLES,
     analyzed_model,

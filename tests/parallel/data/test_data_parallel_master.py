@@ -24,11 +24,11 @@ from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, analyzed_towers, global_batches, towers_plan
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import (
     analyzed_model,
     case_of,

@@ -20,11 +20,10 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 MIB = 2**20

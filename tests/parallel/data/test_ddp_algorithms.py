@@ -18,13 +18,13 @@ from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.data.test_ddp_numbers import ROUNDING, reduced_gradients
 from tests.run.training.small_run import SmallRun
 from tests.tiny_model import analyzed_model, case_of, plan_of, verdict_of

@@ -13,9 +13,9 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, case_of, executor_of, plan_of, tiny_job, verdict_of
 
 NAIVE = (BatchSplit(), NaiveDDP())

@@ -15,9 +15,9 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, case_of, executor_of, plan_of, tiny_job, verdict_of
 
 SMALL = DDP(bucket_mb=300 / 2**20)

@@ -17,12 +17,11 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
 from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 

@@ -20,11 +20,11 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.data.test_zero_numbers import SHARD
 from tests.tiny_model import (
     TOKENS,

@@ -19,14 +19,13 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.tensor_placements import FLAT, I, S
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.parallel.data.optimizer_cases import RULES, Wide, error, outcome, trained
 from tests.parallel.data.optimizer_cases import plan_of as plan_without
 from tests.parallel.data.tokenwise_model import ReducesOver, TokenSharding

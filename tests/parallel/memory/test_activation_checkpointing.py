@@ -16,11 +16,10 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 from tests.tiny_model import edited, tiny_job
 
 WITHIN = (0, 30, 30, 30, 50)

@@ -23,10 +23,10 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples
 

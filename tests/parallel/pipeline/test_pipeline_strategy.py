@@ -149,6 +149,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
         (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one stage per rank"),
+        (Pipeline(schedule="zb_2p", virtual_stages=2), 2, "and zb_2p has one stage per rank"),
         (Pipeline(), 9, "9 ranks for a model that can be cut into 7 stages"),
         (
             Pipeline(split_points=("model.layers.1", "model.layers.2")),

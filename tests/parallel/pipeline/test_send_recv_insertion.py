@@ -150,7 +150,8 @@ def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank
     plan = planned(pair(), 3, Pipeline())
     middle = [action.name for action in plan.program.actions("pp1")]
     said = next(name for name in middle if name.startswith("SEND(encoder.1 to 2"))
-    assert middle.index(said) == middle.index("RECV(encoder.1 to 1, 0)") + 1
+    between = middle[middle.index("RECV(encoder.1 to 1, 0)") + 1 : middle.index(said)]
+    assert all(name.startswith("RECV(") for name in between)
     local = planned(pair(), 2, Pipeline(schedule="zb_v"))
     sent = [action for role in local.program.roles for action in role.actions if action.kind == "SEND"]
     for name in {action.tensors[0] for action in sent}:

@@ -11,7 +11,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Transfer
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import TOKENS, analyzed_llama, llama
 
 WIDTH, INNER, HEADS, WORDS = 48, 72, 24, 72

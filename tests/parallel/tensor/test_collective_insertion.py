@@ -10,7 +10,7 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.memory.memory_names import saved_activations_name
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, analyzed_llama, llama, planned
 
 

@@ -21,9 +21,9 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.model_families import (
     GROUPED,

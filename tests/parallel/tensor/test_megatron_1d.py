@@ -10,7 +10,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, analyzed_llama, planned
 
 

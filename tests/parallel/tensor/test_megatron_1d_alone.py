@@ -17,7 +17,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, batches
 

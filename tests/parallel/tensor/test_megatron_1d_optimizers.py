@@ -24,11 +24,11 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.step.matrix_owner_actions import matrix_parcels, owned_params
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.data.optimizer_cases import RULES, error, outcome, trained
 from tests.parallel.data.test_zero_optimizers import Shredded, Undeclared
 from tests.parallel.data.test_zero_optimizers_saved import Sums

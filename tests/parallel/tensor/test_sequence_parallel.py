@@ -24,8 +24,8 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, analyzed_llama, batches, planned
 

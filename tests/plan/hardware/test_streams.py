@@ -30,6 +30,7 @@ from meshwright.report.terminal.memory_and_sent_bytes import sent_table
 from meshwright.report.terminal.plan_overview import sent_by_collective
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import program_of
 from tests.planner.simple_machine import ground
 from tests.tiny_model import analyzed_model, case_of, edited, executor_of, plan_of, token_samples, verdict_of
 
@@ -196,7 +197,7 @@ def test_works_of_a_peer_are_in_order_for_that_peer_alone():
         return Action("SEND", str(peer), at, "send", transfer=Transfer("send", ("pp",), 8, peer=peer))
 
     def ends(*actions: Action) -> list[float]:
-        return sorted(each.end for each in simulate(Program.from_dict({"pp0": actions})))
+        return sorted(each.end for each in simulate(program_of({"pp0": actions})))
 
     assert ends(send(1, 0), send(2, 0)) == [1.0, 1.0]
     assert ends(send(1, 0), send(1, 1)) == [1.0, 2.0]

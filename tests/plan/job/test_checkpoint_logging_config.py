@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.timeouts import RunPhase, WaitLimits
 
 
@@ -17,6 +18,6 @@ def test_each_phase_has_its_own_limit():
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
 def test_a_limit_that_no_wait_can_have_is_refused_by_its_key(seconds):
-    (diagnostic,) = RunConfig(limits=WaitLimits(save_s=seconds)).diagnostics()
+    (diagnostic,) = field_diagnostics(RunConfig(limits=WaitLimits(save_s=seconds)), "run")
     assert diagnostic.location == "run.limits.save_s"
     assert "seconds above 0" in diagnostic.fix

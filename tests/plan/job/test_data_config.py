@@ -2,9 +2,16 @@
 
 import pytest
 
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig, MixturePart
+from meshwright.plan.job.errors import Diagnostic, diagnostics_in
+from meshwright.plan.job.job import Job
 
 TWO = (MixturePart("a.jsonl", weight=3.0), MixturePart("b.jsonl", column="body", split="test", chat=""))
+
+
+def of_source(source: DataConfig) -> list[Diagnostic]:
+    return diagnostics_in("data", Job(data=source).diagnostics(RunConfig()))
 
 
 @pytest.mark.parametrize(
@@ -57,13 +64,13 @@ TWO = (MixturePart("a.jsonl", weight=3.0), MixturePart("b.jsonl", column="body",
     ],
 )
 def test_a_source_that_cannot_work_is_refused(source: DataConfig, where: str, what: str):
-    (diagnostic,) = source.diagnostics()
+    (diagnostic,) = of_source(source)
     assert (diagnostic.location, diagnostic.problem.split(";")[0]) == (where, what)
     assert diagnostic.fix
 
 
 def test_a_mixture_reports_each_error_once():
-    found = list(DataConfig(mixture=(MixturePart("", weight=-1.0),), sequence=0, epochs=-2).diagnostics())
+    found = of_source(DataConfig(mixture=(MixturePart("", weight=-1.0),), sequence=0, epochs=-2))
     assert [diagnostic.location for diagnostic in found] == [
         "data.sequence",
         "data.epochs",
@@ -74,7 +81,7 @@ def test_a_mixture_reports_each_error_once():
 
 def test_the_sources_of_a_mixture_share_common_settings():
     source = DataConfig(mixture=TWO, tokenizer="t", sequence=7, epochs=2)
-    assert not list(source.diagnostics())
+    assert not of_source(source)
     assert source.part_configs() == (
         DataConfig("a.jsonl", tokenizer="t", sequence=7, epochs=2),
         DataConfig("b.jsonl", tokenizer="t", sequence=7, epochs=2, column="body", split="test"),

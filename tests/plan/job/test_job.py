@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.errors import PlanError, diagnostics_in
 from meshwright.plan.job.job import (
     EvalConfig,
     Job,
@@ -18,14 +19,12 @@ from meshwright.plan.job.job import (
     TrainConfig,
 )
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.plan.job.precision import ROLES
 
 GOOD = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=100))
 
 
 def test_a_job_with_a_model_and_data_is_accepted():
-    assert list(GOOD.diagnostics()) == []
-    assert list(RunConfig().diagnostics()) == []
+    assert GOOD.diagnostics(RunConfig()) == []
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
     ],
 )
 def test_an_invalid_option_is_refused_once_and_by_its_key(part: dict[str, object], where: str, message: str):
-    diagnostics = list(replace(GOOD, **part).diagnostics())
+    diagnostics = replace(GOOD, **part).diagnostics(RunConfig())
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
     assert diagnostics[0].problem.startswith(message)
     assert diagnostics[0].fix
@@ -252,12 +251,12 @@ def test_an_invalid_option_is_refused_once_and_by_its_key(part: dict[str, object
     ids=["save_every", "keep", "trackers", "tracker_project", "trace_steps"],
 )
 def test_an_invalid_run_is_refused(run: RunConfig, where: str):
-    assert [diagnostic.location for diagnostic in run.diagnostics()] == [where]
+    assert [diagnostic.location for diagnostic in GOOD.diagnostics(run)] == [where]
 
 
 def test_errors_of_all_tables_are_reported_together():
     job = Job(ModelConfig(), DataConfig(), TrainConfig(steps=0, batch=0), OptimizerConfig(lr=-1.0))
-    assert [diagnostic.location for diagnostic in job.diagnostics()] == [
+    assert [diagnostic.location for diagnostic in job.diagnostics(RunConfig())] == [
         "model.source",
         "data.source",
         "train.steps",
@@ -267,42 +266,39 @@ def test_errors_of_all_tables_are_reported_together():
 
 
 @pytest.mark.parametrize(
-    ("precision", "roles"),
+    ("part", "message"),
     [
-        (PrecisionConfig(), "float32 float32 float32 float32 float32 float32"),
-        (PrecisionConfig(compute="bfloat16"), "float32 float32 bfloat16 float32 float32 float32"),
+        ({"train": TrainConfig(steps="10")}, "train.steps: steps = '10'; needed is a whole number"),
         (
-            PrecisionConfig("bfloat16", "bfloat16", "bfloat16"),
-            "bfloat16 bfloat16 bfloat16 bfloat16 bfloat16 bfloat16",
+            {"train": TrainConfig(seed="x")},
+            "train.seed: seed = 'x'; needed is a whole number\n",
         ),
         (
-            PrecisionConfig("bfloat16", "bfloat16", "float32", "float32"),
-            "bfloat16 float32 bfloat16 bfloat16 float32 float32",
+            {"lr_schedule": LRScheduleConfig(warmup="2")},
+            "lr_schedule.warmup: warmup = '2'; needed",
         ),
         (
-            PrecisionConfig("bfloat16", "bfloat16", "bfloat16", "float32", "float32"),
-            " ".join(["bfloat16 float32"] * 3),
+            {"optimizer": OptimizerConfig(betas=("a", 0.9))},
+            "optimizer.betas: betas contains 'a'; needed",
         ),
         (
-            PrecisionConfig("float16", "float16", "float16", "float32"),
-            "float16 float32 float16 float16 float16 float32",
-        ),
-        (
-            PrecisionConfig("float64", "float64", "float64", optimizer_states="float64"),
-            "float64 float64 float64 float64 float64 float64",
+            {"precision": PrecisionConfig(loss_scale="8")},
+            "precision.loss_scale: loss_scale = '8'; ",
         ),
     ],
-    ids=str,
 )
-def test_every_role_has_a_dtype(precision: PrecisionConfig, roles: str):
-    assert list(precision.diagnostics()) == []
-    assert dict(zip(ROLES, roles.split(), strict=True)) == precision.roles
-    assert precision.scales_loss == ("float16" in roles.split())
+def test_a_value_of_a_wrong_type_is_refused_before_anything_is_computed_with_it(
+    part: dict[str, object], message: str
+):
+    with pytest.raises(PlanError) as caught:
+        replace(GOOD, **part).diagnostics(RunConfig(keep=0))
+    wrong_type, wrong_value = caught.value.diagnostics
+    assert str(wrong_type).startswith(message)
+    assert wrong_value.location == "run.keep"
 
 
-def test_bfloat16_parameters_without_a_master_are_noted():
-    (note,) = PrecisionConfig("bfloat16", "bfloat16").notes()
-    assert "steps below 1/512 of a weight are lost" in note
-    assert 'precision.master = "float32"' in note
-    for precision in (PrecisionConfig(), PrecisionConfig("bfloat16", "bfloat16", master="float32")):
-        assert not list(precision.notes())
+def test_diagnostics_are_told_apart_by_table():
+    found = replace(GOOD, model=ModelConfig(), data=DataConfig("x", sequence=0)).diagnostics(RunConfig())
+    assert [each.location for each in diagnostics_in("model", found)] == ["model.source"]
+    assert [each.location for each in diagnostics_in("data", found)] == ["data.sequence"]
+    assert not diagnostics_in("train", found)

@@ -14,8 +14,8 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from tests.engine.two_tower_model import analyzed_towers, towers_plan
+from tests.paper_model import FIRST_ROLE
 from tests.parallel.data.tokenwise_model import TokenSharding
 from tests.tiny_model import analyzed_model, plan_of, tiny_job
 

@@ -9,8 +9,8 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.matrix_owner_actions import matrix_parcels, owned_params, owner_coordinate
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.planner.program_cost.rank_memory import state_bytes
+from tests.paper_model import FIRST_ROLE
 from tests.plan.test_optimizer_per_param import Rows
 from tests.tiny_model import tiny_job
 

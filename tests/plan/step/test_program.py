@@ -3,12 +3,12 @@
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import (
     Action,
-    Program,
     Transfer,
     drop_single_rank_transfers,
     index_of_last,
     with_waits,
 )
+from tests.paper_model import program_of
 
 ACTIONS = (Action("F", "a", 0), Action("F", "b", 0), Action("B", "b", 0), Action("B", "a", 0), Action("STEP"))
 
@@ -31,12 +31,12 @@ def test_the_last_action_of_a_kind_is_found_by_subject():
 
 
 def test_an_edit_returns_another_program_and_leaves_the_first():
-    program = Program.from_dict({"a": ACTIONS, "b": ACTIONS[:1]})
+    program = program_of({"a": ACTIONS, "b": ACTIONS[:1]})
     edited = program.edit(lambda actions: actions[::-1])
     assert edited.actions("a") == ACTIONS[::-1]
     assert edited.actions("b") == ACTIONS[:1]
-    assert program == Program.from_dict({"a": ACTIONS, "b": ACTIONS[:1]})
-    assert hash(program) == hash(Program.from_dict({"a": ACTIONS, "b": ACTIONS[:1]}))
+    assert program == program_of({"a": ACTIONS, "b": ACTIONS[:1]})
+    assert hash(program) == hash(program_of({"a": ACTIONS, "b": ACTIONS[:1]}))
 
 
 def test_a_wait_is_added_once():
@@ -52,6 +52,6 @@ def test_transfers_within_an_action_along_an_axis_of_one_rank_are_dropped():
     )
     count = Action("TOKEN_COUNT", transfer=Transfer("all_reduce", ("tp",), 8))
     program = drop_single_rank_transfers(
-        Program.from_dict({"a": [count, Action("F", "a", 0, inner_transfers=moves)]}), Mesh(cp=2)
+        program_of({"a": [count, Action("F", "a", 0, inner_transfers=moves)]}), Mesh(cp=2)
     )
     assert program.actions("a") == (count, Action("F", "a", 0, inner_transfers=moves[1:2]))

@@ -4,8 +4,9 @@ deadlocks.
 
 import pytest
 
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.program import Action
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
+from tests.paper_model import program_of
 
 
 def compute(name: str, *waits: str) -> Action:
@@ -21,7 +22,7 @@ def times(
 ) -> dict[str, tuple[float, float]]:
     """Start and end per `role/kind`; an action lasts 1 unless `durations` says otherwise."""
     given = durations or {}
-    ticks = simulate(Program.from_dict(roles), lambda action: given.get(action.kind, 1.0))
+    ticks = simulate(program_of(roles), lambda action: given.get(action.kind, 1.0))
     return {
         f"{simulated.role}/{simulated.action.kind}": (simulated.start, simulated.end) for simulated in ticks
     }
@@ -29,7 +30,7 @@ def times(
 
 def stuck(roles: dict[str, list[Action]]) -> list[str]:
     with pytest.raises(SimulationDeadlock) as caught:
-        simulate(Program.from_dict(roles))
+        simulate(program_of(roles))
     return str(caught.value).splitlines()
 
 
@@ -42,7 +43,7 @@ def test_a_stream_runs_its_actions_in_list_order():
 
 
 def test_the_timeline_is_in_order_of_start():
-    ticks = simulate(Program.from_dict({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
+    ticks = simulate(program_of({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
     assert [simulated.start for simulated in ticks] == sorted(simulated.start for simulated in ticks)
     assert len(ticks) == 4
 
@@ -70,7 +71,7 @@ def test_an_action_waits_for_another_role():
 
 
 def test_a_slash_in_a_subject_is_no_role():
-    program = Program.from_dict({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
+    program = program_of({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
     assert [simulated.end for simulated in simulate(program)] == [1, 2]
 
 
@@ -92,8 +93,7 @@ def test_a_pipeline_of_three_roles_is_simulated():
         for i in range(3)
     }
     ends = {
-        (simulated.role, simulated.action.subject): simulated.end
-        for simulated in simulate(Program.from_dict(roles))
+        (simulated.role, simulated.action.subject): simulated.end for simulated in simulate(program_of(roles))
     }
     assert ends["pp2", "0"] == 3
     assert ends["pp2", "1"] == 4

@@ -14,11 +14,11 @@ from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.simulator import simulate
 from meshwright.plan.step.single_device_program import (
-    FIRST_ROLE,
     samples_per_microbatch,
     sequential_stage_calls,
     single_device_program,
 )
+from tests.paper_model import FIRST_ROLE
 
 WEIGHTS = (
     ParamSpec("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),

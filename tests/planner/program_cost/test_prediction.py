@@ -14,6 +14,7 @@ from meshwright.planner.program_cost.prediction import (
     step_breakdown,
     with_collective_waits,
 )
+from tests.paper_model import program_of
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
@@ -31,7 +32,7 @@ def two_stages(micros: int) -> Program:
     back = [compute("B", "a", at, f"pp1/B(b, {at})") for at in range(micros)]
     there = [compute("F", "b", at, f"pp0/SEND(x, {at})") for at in range(micros)]
     last = [compute("B", "b", at) for at in range(micros)]
-    return Program.from_dict(
+    return program_of(
         {
             "pp0": [each for pair in zip(first, sends, strict=True) for each in pair] + back,
             "pp1": there + last,
@@ -68,7 +69,7 @@ def test_a_message_that_is_waited_for_is_told_apart_from_the_rank_that_sends_it(
 
 
 def test_what_is_sent_within_a_block_and_what_the_optimizer_takes_have_places_of_their_own():
-    program = Program.from_dict({"pp0": [compute("F", "a", 0), Action("STEP")]})
+    program = program_of({"pp0": [compute("F", "a", 0), Action("STEP")]})
     end, roles = step_breakdown(
         program, costs(program, {"F": ActionCost(1.0, 0.25), "STEP": ActionCost(0.5)})
     )
@@ -85,7 +86,7 @@ def test_what_all_roles_sum_starts_when_the_last_of_them_has_come():
         ]
         for role, kind in (("pp0", "F"), ("pp1", "B"))
     }
-    program = with_collective_waits(Program.from_dict(lists))
+    program = with_collective_waits(program_of(lists))
     end, roles = step_breakdown(
         program,
         costs(
@@ -106,7 +107,7 @@ def test_roles_that_meet_against_their_order_are_left_as_they_are():
     move = {"transfer": Transfer("all_reduce", ("pp",), 8), "stream": "comm"}
     first = [Action("SUM", "x", waits=(), **move), compute("F", "a", 0, "SUM(x)")]
     other = [compute("F", "b", 0, "pp0/F(a, 0)"), Action("SUM", "x", waits=("F(b, 0)",), **move)]
-    program = Program.from_dict({"pp0": first, "pp1": other})
+    program = program_of({"pp0": first, "pp1": other})
     assert with_collective_waits(program) is program
 
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores
 from meshwright.planner.program_cost.prediction import predict_step, step_breakdown
 from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
+from tests.paper_model import program_of
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
@@ -119,7 +120,7 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
         Action("STEP", waits=("REDUCE(a)", "LOSS_SUM()")),
     ]
     costs = with_straggler_waits(Priced({"B": 4.0, "STEP": 1.0}), two)
-    assert step_breakdown(Program.from_dict({"pp0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
+    assert step_breakdown(program_of({"pp0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
     hidden = [
         Action("B", "a", 0),
         wire("REDUCE", "a", "B(a, 0)"),
@@ -128,7 +129,7 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
     ]
     costs = with_straggler_waits(Priced({"B": 4.0, "STEP": 1.0}), hidden)
     for cores in (None, SharedCores(2, {"pp0": 2})):
-        assert step_breakdown(Program.from_dict({"pp0": hidden}), costs, cores)[0] == pytest.approx(9.0)
+        assert step_breakdown(program_of({"pp0": hidden}), costs, cores)[0] == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)

@@ -5,9 +5,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.report.html.predicted_vs_measured import PredictionComparison, compare_run, comparison_table
 from meshwright.report.timeline.run_folder_reader import RunRecord
+from tests.paper_model import program_of
 
 SUM = Action("REDUCE", "x", stream="comm", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
 PREDICTED = {
@@ -42,7 +43,7 @@ def record(device: str = "cpu", **about: object) -> RunRecord:
     ranks = {0: {"steps": 5, "memory": memory, "sent": {"REDUCE(x)": 500.0, "save": 10.0}}}
     traces = {0: {"otherData": {"seconds": {"3": SPLIT, "4": SPLIT}}}}
     said = {"world": 1, "machine": {"device": device}, "prediction": PREDICTED, **about}
-    return RunRecord("one", steps, [], {}, said, Program.from_dict({"pp0": [SUM]}), ranks, traces)
+    return RunRecord("one", steps, [], {}, said, program_of({"pp0": [SUM]}), ranks, traces)
 
 
 def figures(found: list[PredictionComparison]) -> dict[str, tuple[float, float]]:

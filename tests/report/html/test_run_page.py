@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.step.program import Program
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.html.run_page import run_page
 from meshwright.report.timeline.run_folder_reader import RunRecord, read_run_record
+from tests.paper_model import FIRST_ROLE, program_of
 from tests.report.small_runs import train_small_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -220,7 +219,7 @@ def test_what_takes_no_bytes_has_no_row(one, other):
     assert f"<td>{row}</td>" not in run_page([other], "0"), "one rank has no buckets"
     assert "<td>0 B</td>" not in run_page([other], "0")
     nothing = {rank: {**account, "sent": {}} for rank, account in one.rank_accounts.items()}
-    program = Program.from_dict({FIRST_ROLE: [a for a in one.program.actions(FIRST_ROLE) if not a.transfers]})
+    program = program_of({FIRST_ROLE: [a for a in one.program.actions(FIRST_ROLE) if not a.transfers]})
     assert "Nothing is sent" in run_page([replace(one, rank_accounts=nothing, program=program)], "0")
 
 

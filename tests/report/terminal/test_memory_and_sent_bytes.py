@@ -15,10 +15,9 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.terminal.memory_and_sent_bytes import sent_table, state_nbytes_by_role, states_table
-from tests.paper_model import SyntheticModel
+from tests.paper_model import FIRST_ROLE, SyntheticModel
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.step.program import Action, Allocation
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory, sent_by_action
 from meshwright.report.timeline.run_folder_reader import read_run_record
+from tests.paper_model import FIRST_ROLE
 from tests.report.small_runs import train_small_run
 
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.planned_vs_measured_spans import (
     MAX_RANKS_DRAWN,
     event_durations_ms,
     step_timeline,
 )
 from meshwright.report.timeline.run_folder_reader import read_run_record
+from tests.paper_model import FIRST_ROLE
 from tests.report.small_runs import train_small_run
 
 

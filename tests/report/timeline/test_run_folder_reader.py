@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.file_format import METRICS, RANK_USAGE, RUN_INFO
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.run_folder_reader import plan_differences, read_run_record
+from tests.paper_model import FIRST_ROLE
 from tests.report.small_runs import train_small_run
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.checkpoint import manifest
 from meshwright.run.checkpoint.distributed_checkpoint import (
     check_state,
     compare_checkpoints,
@@ -284,6 +285,15 @@ def test_an_impossible_checkpoint_is_refused_before_anything_is_written(
 ):
     with pytest.raises(CheckpointError, match=words):
         save_tensors(tmp_path / "run", step, tensors, meta, alone(), keep)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_whose_manifest_could_not_be_read_back_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_NBYTES", 1024)
+    with pytest.raises(CheckpointError, match=r"a manifest of [^;]* tensors; 1 KiB can be read back"):
+        save_tensors(tmp_path / "run", 1, state(), META, alone(), 1)
     assert not (tmp_path / "run").exists()
 
 

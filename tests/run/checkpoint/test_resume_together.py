@@ -161,6 +161,16 @@ def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_
     assert words[step] in str(told[0])
 
 
+def test_a_file_about_the_best_of_another_version_is_refused_by_all(small_run: SmallRun):
+    best = small_run.at(4).parent / "best.json"
+    best.write_text('{"format": "meshwright best checkpoint", "version": 99, "step": 4}')
+    told = go_on(small_run)
+    assert told == [told[0]] * 3
+    assert "best.json" in str(told[0])
+    assert "99" in str(told[0])
+    assert "rank" not in str(told[0])
+
+
 def test_a_folder_with_nothing_in_it_starts_from_step_0_on_all_ranks(tmp_path: Path):
     small_run = SmallRun(tmp_path, ranks=3)
     assert go_on(small_run) == [ResumeResult(0, ("starting from step 0",))] * 3

@@ -164,11 +164,6 @@ def test_data_that_is_not_there_is_refused(files: dict[str, bytes], source: str,
         TextDataset(DataConfig(str(written(tmp_path, files) / source)))
 
 
-def test_an_unnamed_source_is_refused_before_anything_is_read():
-    with pytest.raises(PlanError, match="no data is named"):
-        TextDataset(DataConfig())
-
-
 @pytest.mark.skipif(os.name == "nt", reason="no named pipes in folders")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.txt")

@@ -11,7 +11,6 @@ import torch
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry import rank_profile
 from meshwright.run.telemetry.chrome_trace import trace_path
@@ -19,6 +18,7 @@ from meshwright.run.telemetry.metrics_log import read_metrics
 from meshwright.run.telemetry.rank_profile import RankUsage, rank_usage_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()

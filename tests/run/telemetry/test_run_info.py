@@ -9,8 +9,8 @@ import torch
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.step.program_json import program_from_dict
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.telemetry.run_info import write_run_info
+from tests.paper_model import FIRST_ROLE
 from tests.tiny_model import analyzed_model, plan_of
 
 

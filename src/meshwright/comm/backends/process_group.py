@@ -266,7 +266,8 @@ class TorchGroup(Group):
 
     def _pair_exchange(self, call: CollectiveCall, flat: torch.Tensor, total: torch.Tensor) -> Work:
         """Sums `flat` over two ranks into `total`: a + b and b + a are the same bits."""
-        split = [0, flat.numel()] if self.index == 0 else [flat.numel(), 0]
+        # torch orders a pair by rank, whatever its order here
+        split = [0, flat.numel()] if self._backend_ranks[self.index] == 0 else [flat.numel(), 0]
 
         def issue(arrived: torch.Tensor) -> Work:
             start = partial(self._backend_all_to_all, arrived, flat, split)

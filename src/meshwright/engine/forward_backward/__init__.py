@@ -9,5 +9,6 @@ step_rng                    random numbers by global sample
 graph_cut_check             whether the graph is cut at blocks, and whether gradients reach every parameter
 evaluation                  the loss over samples that are not trained on
 pipelined_eval              forwards of an evaluation through pipeline stages
+pipelined_eval_order        the order of their receives, runs and sends, as data
 lockstep_pipeline_forward   forwards outside of steps, such as generation, on all pipeline ranks together
 """

@@ -1,31 +1,20 @@
 """Forwards through pipeline stages outside of steps, one close behind the other.
 
-The pipeline of an evaluation. With v stages on each rank, stage p of forward k runs at time v k + p; at equal
-times stages run in order:
-
-    one stage each    rank 0   0  1  2  3  4          two each, in a V    rank 0   0  .  1  0' 2  1' 3  2'
-                      rank 1      0  1  2  3  4                           rank 1      0  0' 1  1' 2  2' 3  3'
-                      rank 2         0  1  2  3  4
-
-So all ranks are busy once the first forward has passed through, and no rank waits for anything with a later
-time: no order of sends and receives can deadlock. A rank posts its receives one time step ahead, each
-sender's in the order in which it sends, and goes on only when the sends that were due a round before have
-completed. This bounds what is in flight.
+The pipeline of an evaluation: who runs, receives and sends when is in pipelined_eval_order.py.
 
 The values are those of the recorded forward of an evaluation, which may differ from training: dropout is off.
 The stages begin with the same blocks. Where a stage lies on two ranks, the one with fewer stages runs it.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.forward_backward.pipelined_eval_order import EvalEvent, EvalOrder, stage_ranks
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.loss.loss_definition import Batch
@@ -34,10 +23,7 @@ from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
-
-RECV_PREFETCH = 1  # time steps by which receives are posted ahead
 
 
 @dataclass(frozen=True)
@@ -65,36 +51,6 @@ class _PipelinedForward:
         return len(next(iter(self.inputs.values())))
 
 
-def stage_ranks(sharding: ShardingPlan) -> tuple[int, ...]:
-    """Returns for every stage the pp rank that runs it outside of steps."""
-    ranks = list[int]()
-    for stage in sharding.stages:
-        candidates = [
-            index
-            for index, block_calls in enumerate(sharding.block_calls_by_pp_rank)
-            if stage.block_calls[0] in block_calls
-        ]
-        ranks.append(min(candidates, key=lambda index: (ranks.count(index), index)))
-    return tuple(ranks)
-
-
-def rank_schedule(
-    stages: Sequence[int], max_stages_per_rank: int, has_forward: Callable[[int], bool]
-) -> Iterator[tuple[int, int]]:
-    """Yields (stage, number of the forward) in the order of a rank with these `stages`.
-
-    No rank has more than `max_stages_per_rank` stages. `has_forward(number)` tells whether there is a forward
-    of that number.
-    """
-    for now in count() if stages else ():
-        if now >= stages[-1] and not has_forward((now - stages[-1]) // max_stages_per_rank):
-            return
-        for stage in stages:
-            number, rest = divmod(now - stage, max_stages_per_rank)
-            if not rest and number >= 0 and has_forward(number):
-                yield stage, number
-
-
 class PipelinedEvaluation:
     """The forwards of one rank's stages on consecutive microbatches; values are sent for `action`."""
 
@@ -111,7 +67,7 @@ class PipelinedEvaluation:
         self._microbatches = microbatches
         self._stage_ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
         self._planned_values = tuple(value for stage in plan.sharding.stages for value in stage.outputs)
-        self._max_stages_per_rank = max(map(self._stage_ranks.count, self._stage_ranks))
+        self._order = EvalOrder(self._stage_ranks, self._has_forward, self._transfers_of)
         self._forwards: dict[int, _PipelinedForward] = {}
         self._num_begun, self._is_exhausted = 0, False
         self._sends: list[tuple[int, Work, torch.Tensor]] = []  # with the time at which each is due
@@ -121,25 +77,20 @@ class PipelinedEvaluation:
 
         Nothing on others.
         """
-        incoming = {
-            peer: self._transfers_from(peer) for peer in range(self._group.size) if peer != self._group.index
-        }
-        pending: deque[tuple[int, int]] = deque()
-        for stage, number in self._rank_schedule(self._group.index):
-            self._post_recvs(stage, number, incoming)
-            pending.append((stage, number))
-            if len(pending) > RECV_PREFETCH:
-                yield from self._run_stage(*pending.popleft())
-        while pending:
-            yield from self._run_stage(*pending.popleft())
+        for event in self._order.events(self._group.index):
+            evaluation_forward = self._forwards[event.number]
+            if event.kind == "run":
+                yield from self._run_stage(event)
+            elif event.kind == "recv" and event.transfer is not None:
+                self._receive(evaluation_forward, event.transfer)
+            elif event.kind == "send" and event.transfer is not None:
+                self._send(evaluation_forward, event.transfer, event.time)
+            else:
+                del self._forwards[event.number]
         self._wait_for_sends(None)
 
-    def _rank_schedule(self, rank: int) -> Iterator[tuple[int, int]]:
-        return rank_schedule(
-            [stage for stage, pp_rank in enumerate(self._stage_ranks) if pp_rank == rank],
-            self._max_stages_per_rank,
-            self._has_forward,
-        )
+    def _transfers_of(self, number: int) -> Sequence[StageTransfer]:
+        return self._forwards[number].transfers if number in self._forwards else ()
 
     def _has_forward(self, number: int) -> bool:
         """Begins the forward `number`; returns False where there are not so many."""
@@ -189,27 +140,6 @@ class PipelinedEvaluation:
             value_shapes,
         )
 
-    def _transfers_from(self, peer: int) -> Iterator[tuple[int, StageTransfer]]:
-        """Yields the transfers from `peer` to this rank, in the order in which it sends them."""
-        for stage, number in self._rank_schedule(peer):
-            evaluation_forward = self._forwards.get(number)  # None: this rank is done with it
-            for transfer in evaluation_forward.transfers if evaluation_forward is not None else ():
-                if transfer.source == stage and self._stage_ranks[transfer.target] == self._group.index:
-                    yield number, transfer
-
-    def _post_recvs(
-        self, stage: int, number: int, incoming: Mapping[int, Iterator[tuple[int, StageTransfer]]]
-    ) -> None:
-        """Posts the receives of a stage, and of all that its senders send before."""
-        for transfer in self._recvs_of(stage, number):
-            while transfer not in self._forwards[number].recvs:
-                other_number, previous = next(incoming[self._stage_ranks[transfer.source]])
-                self._receive(self._forwards[other_number], previous)
-
-    def _recvs_of(self, stage: int, number: int) -> list[StageTransfer]:
-        ranks = (transfer for transfer in self._forwards[number].transfers if transfer.target == stage)
-        return [transfer for transfer in ranks if self._stage_ranks[transfer.source] != self._group.index]
-
     def _receive(self, evaluation_forward: _PipelinedForward, transfer: StageTransfer) -> None:
         tensor = torch.empty(
             self._shape(evaluation_forward, transfer),
@@ -224,12 +154,12 @@ class PipelinedEvaluation:
             tensor, source=peer, action=self._ledger_name(transfer)
         )
 
-    def _run_stage(self, stage: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
-        evaluation_forward, now = self._forwards[number], self._max_stages_per_rank * number + stage
-        self._wait_for_sends(now - self._max_stages_per_rank)
-        for transfer in self._recvs_of(stage, number):
+    def _run_stage(self, run: EvalEvent) -> Iterator[tuple[EvalMicrobatch, Any]]:
+        evaluation_forward = self._forwards[run.number]
+        self._wait_for_sends(run.time - self._order.max_stages_per_rank)
+        for transfer in self._order.transfers_into(run.stage, run.number):
             evaluation_forward.recvs[transfer].wait()
-        local_stage, module = evaluation_forward.stages[stage], self._state.trained_module.module
+        local_stage, module = evaluation_forward.stages[run.stage], self._state.trained_module.module
         inputs = {value.name: evaluation_forward.values[value.name] for value in local_stage.inputs}
         device, options = (
             self._state.world.device,
@@ -252,12 +182,6 @@ class PipelinedEvaluation:
                 **options,
             )
         evaluation_forward.values |= stage_run.sent_values
-        for transfer in evaluation_forward.transfers:
-            target = self._stage_ranks[transfer.target]
-            if transfer.source == stage and target != self._group.index:
-                self._send(evaluation_forward, transfer, self._max_stages_per_rank * number + transfer.target)
-        if all(pp_rank != self._group.index for pp_rank in self._stage_ranks[stage + 1 :]):
-            del self._forwards[number]
         if local_stage.is_last:
             yield evaluation_forward.microbatch, stage_run.outputs
 

@@ -45,7 +45,7 @@ def make_trained_module(
         analyzed.model_spec,
         example,
         LazyTensors(empty | masters, value, value),
-        get_forward_graphs(analyzed, dtype),
+        get_forward_graphs(analyzed, dtype, device.type),
         analyzed.shard_check,
     )
 

@@ -118,9 +118,7 @@ class StepExecutor:
         self._chunked_loss = ChunkedLossRuntime(state)
         state.strategy_tensors = StrategyTensors(state)
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
-        runtime = Runtime(
-            plan, state, state.flat_params, state.collectives, state.patches, state.sequence_runner
-        )
+        runtime = Runtime(state)
         bound: dict[str, Handler] = {}
         owners = owner_names(strategy.name for strategy in plan.strategies)
         for owner, strategy in zip(owners, plan.strategies, strict=True):

@@ -146,8 +146,8 @@ class AnalyzedModel:
         return self.deferred_init.forward_parameters
 
     @cached_property
-    def forward_graphs(self) -> dict[torch.dtype, "ForwardGraphCache"]:
-        """The forward graphs that were requested so far, by dtype of the parameters."""
+    def forward_graphs(self) -> dict[tuple[torch.dtype, str], "ForwardGraphCache"]:
+        """The forward graphs that were requested so far, by dtype of the parameters and type of device."""
         return {}
 
     def measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
@@ -193,13 +193,13 @@ class AnalyzedModel:
         """Returns a module on `device` in training mode, its blocks by name, and its logical parameters by
         first name.
 
-        With `fake_mode`, parameters and buffers are fake tensors of that mode: shapes on the CPU, without
-        values or memory. Parameters in `blank_params` have no values either; `deferred_init.initial_value`
-        gives them.
+        With `fake_mode`, parameters and buffers are fake tensors of that mode, without values or memory; this
+        host need not have the device. Parameters in `blank_params` have no values either;
+        `deferred_init.initial_value` gives them.
         """
         module = self.deferred_init.instantiate()
         if fake_mode is not None:
-            make_fake(module, fake_mode, lambda name: self.deferred_init.init_dtype(name, dtype))
+            make_fake(module, fake_mode, lambda name: self.deferred_init.init_dtype(name, dtype), device)
             use_batched_experts(module)
         else:
             self.deferred_init.materialize(module, dtype=dtype, device=device, without_values=blank_params)

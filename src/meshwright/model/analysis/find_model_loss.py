@@ -1,4 +1,8 @@
-"""Finds the loss of a model for which none was given: the one that it computes itself, if it takes labels."""
+"""Finds the loss of a model for which none was given: the one that it computes itself, if it takes labels.
+
+It runs a forward of its own: all other forwards are without labels, and a recording holds no values, with
+which the model's code must be run to tell whether it shifts the labels.
+"""
 
 from dataclasses import replace
 

@@ -6,12 +6,14 @@ few samples each: two batch sizes tell which dims grow with the batch. A model w
 tensors is made once in full, on the CPU.
 
 If matmuls run in another dtype than the parameters (autocast), these forwards run under autocast too, since
-it decides the dtype of the tensors that cross stage boundaries. They use the autocast rules of the CPU; a
-device with other rules raises an error when it sends such a tensor.
+it decides the dtype of the tensors that cross stage boundaries. The rules differ by device (a layer norm
+returns bfloat16 on a CPU and float32 on a GPU), so such a forward runs on fake tensors of the device that
+will train. Where the forward needs values, or the sequence is sharded, the rules of the CPU stand for all; a
+device with others raises an error when it sends such a tensor.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -30,7 +32,7 @@ from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake_tensor
 from meshwright.plan.job.errors import PlanError
 
 # one of 32 layers takes about 0.2 MB; recording it again takes as long as several steps
@@ -47,19 +49,22 @@ def trace_forward_graph(
     training: bool = True,
     compute_dtype: torch.dtype | None = None,
     sequence_sharded: bool = False,
+    device_type: str = "cpu",
 ) -> ForwardGraph:
     """Returns the graph of a forward on samples like `inputs`, in training or in evaluation mode.
 
-    Parameters are in `dtype`, matmuls run in `compute_dtype` (None: `dtype`). Only the outputs that the loss
-    reads count as used; the others may be placeholder tensors on a rank that runs one stage. If
-    `sequence_sharded`, a third forward finds which values are sharded along the sequence. Raises PlanError if
-    the operations depend on the batch size; errors of the forward itself are passed on.
+    Parameters are in `dtype`, matmuls run in `compute_dtype` (None: `dtype`) by the rules of `device_type`.
+    Only the outputs that the loss reads count as used; the others may be placeholder tensors on a rank that
+    runs one stage. If `sequence_sharded`, a third forward finds which values are sharded along the sequence.
+    Raises PlanError if the operations depend on the batch size; errors of the forward itself are passed on.
     """
     num_samples = PROBE_BATCH, SECOND_BATCH_SIZE
+    if sequence_sharded or compute_dtype in (None, dtype):
+        device_type = "cpu"  # parts run on real tensors, or no rules of autocast apply
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         first, second = (
-            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype)
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype, device_type)
             for each in num_samples
         )
     except Exception as error:
@@ -75,7 +80,14 @@ def trace_forward_graph(
         None
         if single_rank is None
         else _record_forward(
-            analyzed, inputs, num_samples[0], dtype, mode, training, compute_dtype, single_rank
+            analyzed,
+            inputs,
+            num_samples[0],
+            dtype,
+            mode,
+            training,
+            compute_dtype,
+            sharded_forward=single_rank,
         )
     )
     return build_forward_graph(first, second, num_samples, sharded_record)
@@ -87,26 +99,33 @@ def add_stage_boundaries(
     compute_dtype: torch.dtype | None = None,
     *,
     sequence_sharded: bool = False,
+    device_type: str = "",
 ) -> AnalyzedModel:
     """Returns `analyzed` with the stage boundaries in its model spec: the values between blocks in training
-    on its example.
+    on its example, on a device of `device_type` (by default that of this host).
 
     With `sequence_sharded`, the boundaries also tell which values are sharded along the sequence.
     """
     inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
     boundaries = (
-        get_forward_graphs(analyzed, dtype)
+        get_forward_graphs(analyzed, dtype, device_type or local_device_type())
         .get(inputs, compute_dtype, sequence_sharded=sequence_sharded)
         .boundaries
     )
     return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=boundaries))
 
 
-def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype) -> "ForwardGraphCache":
-    """Returns the graph cache of a model with parameters in `dtype`; all callers share it, so each graph is
-    recorded once.
+def local_device_type() -> str:
+    """Returns the type of the device on which a rank of this host trains."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype, device_type: str) -> "ForwardGraphCache":
+    """Returns the graph cache of a model with parameters in `dtype` on devices of a type; all callers share
+    it, so each graph is recorded once.
     """
-    return analyzed.forward_graphs.setdefault(dtype, ForwardGraphCache(analyzed, dtype))
+    key = dtype, device_type
+    return analyzed.forward_graphs.setdefault(key, ForwardGraphCache(analyzed, dtype, device_type))
 
 
 @dataclass
@@ -119,6 +138,7 @@ class ForwardGraphCache:
 
     analyzed: AnalyzedModel
     dtype: torch.dtype = torch.float32
+    device_type: str = "cpu"
     max_graphs: int = MAX_FORWARD_GRAPHS
     _graphs: dict[tuple[InputSignature, bool, torch.dtype | None, bool], ForwardGraph] = field(
         default_factory=dict
@@ -149,6 +169,7 @@ class ForwardGraphCache:
                     training=training,
                     compute_dtype=compute_dtype,
                     sequence_sharded=sequence_sharded,
+                    device_type=self.device_type,
                 )
                 while len(self._graphs) >= self.max_graphs:
                     del self._graphs[next(iter(self._graphs))]
@@ -164,25 +185,27 @@ def _record_forward(
     mode: FakeTensorMode | None,
     training: bool,
     compute: torch.dtype | None,
+    device_type: str = "cpu",
     sharded_forward: SingleRankForward | None = None,
 ) -> ForwardRecord:
-    """Records one forward on `num_samples` samples, on real tensors if `mode` is None.
+    """Records one forward on `num_samples` samples, on real tensors of the CPU if `mode` is None.
 
     With `sharded_forward` the forward runs as on a rank with a sequence shard: glue on real
     tensors, as in the sequence
     analysis.
     """
-    module, blocks, _ = analyzed.make_module("cpu", dtype, mode)
+    module, blocks, _ = analyzed.make_module(device_type, dtype, mode)
     batch = {key: _make_samples(value, num_samples, dtype) for key, value in inputs.items()}
     glue_mode: AbstractContextManager = nullcontext()
     if mode is not None and sharded_forward is None:
-        batch, glue_mode = {key: mode.from_tensor(value) for key, value in batch.items()}, mode
+        batch = {key: make_fake_tensor(value, mode, device_type) for key, value in batch.items()}
+        glue_mode = mode
     elif mode is not None:
         for block in blocks.values():
             block.forward = partial(_run_in_mode, mode, block.forward)
     if sharded_forward is not None:
         patch_attention(module, lambda queries, keys: None)
-    autocast = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
+    autocast = nullcontext() if compute is None or compute == dtype else _autocast(device_type, compute)
     rng = StatelessRNG(seed=0)
     used_outputs = {place for place, column in enumerate(analyzed.model_spec.outputs) if column.used_by_loss}
     try:
@@ -208,6 +231,22 @@ def _record_forward(
             )
             raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", location="model")
     return record
+
+
+@contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Applies the autocast rules of a device that this host need not have: torch.autocast needs it."""
+    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    caches = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_cache_enabled(caches)
 
 
 def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,9 @@ backward. Attention counts as torch's CPU kernel keeps it: the output, one numbe
 given mask; a model that computes attention itself keeps its scores. Experts of transformers run as one
 grouped product, whose kernel has no fake form in float32.
 
+It is a forward of its own, since a recording cannot serve: the backward needs the graph of a live forward, in
+the dtypes of the job, and what autograd saves differs under autocast and with grouped experts.
+
 Blocks run on fake tensors. Between blocks small tensors are computed for real (positions, padding), because
 the existence of a mask may depend on values; large tensors have no values there either.
 """

@@ -6,7 +6,7 @@ the names may be left out and are filled in here. Settings that are applied when
 (frozen parameters, weights) are refused if the given model does not already satisfy them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -18,8 +18,9 @@ from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diag
 from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, diagnostics_in, raise_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -72,13 +73,19 @@ def plan_for_model(
     strategies: Iterable[Strategy] = (),
     micro_batch: int = 0,
     run: RunConfig | None = None,
+    found: Sequence[Diagnostic] | None = None,
 ) -> Plan:
     """Returns the plan of `strategies` for this model, job and mesh, checked against the model's code.
 
-    Raises PlanError with every diagnostic.
+    `found` are the diagnostics of job and run, if they were checked already. Raises PlanError with these and
+    every other.
     """
-    job, chosen = complete_job(job, analyzed.model_spec), tuple(strategies)
-    plan = Plan.make(job, mesh, model_spec_for(analyzed, job, mesh, chosen), chosen, micro_batch, run)
+    job, chosen, run = complete_job(job, analyzed.model_spec), tuple(strategies), run or RunConfig()
+    found = job.diagnostics(run) if found is None else found
+    if diagnostics_in("precision", found):  # other dtypes stand for those that cannot be tried
+        job = replace(job, precision=PrecisionConfig())
+    model_spec = model_spec_for(analyzed, job, mesh, chosen)
+    plan = Plan.make(job, mesh, model_spec, chosen, micro_batch, run, found=found)
     check_plan_for_model(plan, analyzed)
     return plan
 

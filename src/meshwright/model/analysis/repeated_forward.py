@@ -33,11 +33,11 @@ from meshwright.model.analysis.sharding_trials import make_trial_module
 from meshwright.model.hf.model_from_config import use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.recording.model_operations import Operation, model_operations
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import without_fake_tensor_log
-from meshwright.model.tensors.function_modes import VALUE_READS
 from meshwright.model.trial.fake_tensor_forward import make_fake
 from meshwright.plan.job.errors import PlanError
 
@@ -174,7 +174,7 @@ def _repeat_error(when: str, first: list[Operation], second: list[Operation], at
     one, other = (run[at] if at < len(run) else None for run in (first, second))
     before = first[at - 1] if at else None
     # a value that was read decides on the branch
-    branch = before if before is not None and before.name in VALUE_READS else one or other
+    branch = before if before is not None and find_op(before.name).kind == "read" else one or other
     if one is not None and other is not None and (one.name, one.params) == (other.name, other.params):
         pairs = zip(one.constants, other.constants, strict=False)
         taken = next((f"{a}, and then {b}" for a, b in pairs if a != b), "other arguments")

@@ -27,25 +27,12 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
     tensor_records,
 )
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 
-_WRITE_NAMES = (
-    "setitem",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-)
-WRITE_FUNCTIONS = frozenset(f"__{each}__" for each in _WRITE_NAMES)
 FLAG_FUNCTIONS = frozenset(("requires_grad_",))
 UNTRACKED_ACCESS = frozenset(
     (
@@ -76,7 +63,7 @@ def written_tensor(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _writes_first(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Returns whether the torch function `name` writes into its first argument."""
     in_place = name.endswith("_") and not name.startswith("__") and name not in FLAG_FUNCTIONS
-    return kwargs.get("out") is None and (in_place or name in WRITE_FUNCTIONS)
+    return kwargs.get("out") is None and (in_place or find_op(name).writes_first)
 
 
 def glue_write_error(name: str) -> PlanError:

@@ -22,7 +22,7 @@ import torch
 from meshwright.model.blocks.inplace_writes_in_glue import glue_write_error, written_tensor
 from meshwright.model.context_parallel.partial_sum_ops import SUM_OPS, partial_index, partial_sum
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.model.recording.op_table import TOKENWISE_OPS
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import copy_containers, named_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
@@ -33,19 +33,6 @@ GetShard = Callable[[int, int], TokenShard]
 # for each tensor: its sequence dim and shard
 OutputShards = Sequence[tuple[int, TokenShard] | None]
 MASK_DIMS = 4  # [samples, heads, queries, keys]
-METADATA_QUERIES = frozenset(
-    (
-        "size",
-        "dim",
-        "__len__",
-        "numel",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "stride",
-        "ndimension",
-    )
-)
 
 
 class SequenceShardedTensor(torch.Tensor):
@@ -67,7 +54,7 @@ class SequenceShardedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__.strip("_")
-        if func.__name__ in METADATA_QUERIES or func.__name__ == "__get__":
+        if find_op(func.__name__).kind == "metadata" or func.__name__ == "__get__":
             return _call_without_override(func, args, kwargs)
         # a placeholder of another stage has no data and computes its result itself
         if PlaceholderTensor in types:
@@ -255,7 +242,12 @@ def _run_on_shards(
         return partial_sum(name, *args, **kwargs)
     if name in ("view", "reshape") and _has_same_shape(*args):
         return make_sharded_tensor(first.local_tensor, first.sequence_dim, first.token_shard)
-    if name not in TOKENWISE_OPS or any(entry.token_shard != first.token_shard for entry in sharded):
+    op = find_op(name)
+    if (
+        op.kind == "reduction"
+        or not op.is_tokenwise
+        or any(entry.token_shard != first.token_shard for entry in sharded)
+    ):
         return None
     dims_from_end = {entry.ndim - entry.sequence_dim for entry in sharded}
     if len(dims_from_end) != 1:

@@ -39,20 +39,13 @@ from meshwright.model.loading.init_tape import (
     TapeEntry,
     truncated_normal_,
 )
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.counter_rng import derive_key
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import PlanError
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
-UNINITIALIZED_OPS = (
-    aten.empty,
-    aten.empty_like,
-    aten.new_empty,
-    aten.empty_strided,
-    aten.new_empty_strided,
-    aten.empty_permuted,
-)
 LARGE_NBYTES = 1 << 28  # bytes; smaller allocations are left to torch
 MAP_NORESERVE = 0x4000  # Linux's flag, which Python names from 3.13 on
 _INSTALLING = (
@@ -173,7 +166,7 @@ class InitRecorder(TorchDispatchMode):
                     self._refuse_shared(
                         f"the tensor written by {func}", self._taken_over[storage_id(tensor)][1]
                     )
-        blank = func.overloadpacket in UNINITIALIZED_OPS
+        blank = find_op(func.overloadpacket.__name__).is_uninitialized
         result = _allocate_lazily(func, args, kwargs) if blank else func(*args, **kwargs)
         if blank:
             self._blank[storage_id(result)] = StorageWeakRef(result.untyped_storage())
@@ -199,7 +192,8 @@ class InitRecorder(TorchDispatchMode):
         windows = tuple(
             None if self.tape.holds(tensor) else self.tape.add_storage(tensor) for tensor in results
         )
-        if written or (any(windows) and func.overloadpacket not in UNINITIALIZED_OPS):
+        blank = find_op(func.overloadpacket.__name__).is_uninitialized
+        if written or (any(windows) and not blank):
             writes = [storage_id(tensor) for tensor in written] + [
                 window.storage for window in windows if window
             ]

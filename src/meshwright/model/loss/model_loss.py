@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
 from meshwright.model.loss.token_cross_entropy import LABELS_KEY, get_logits, token_cross_entropy
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.pytree import named_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 
@@ -42,16 +43,6 @@ ELEMENT_LOSSES = {
     "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
 }
 LOSS_FUNCTIONS = ("cross_entropy", *ELEMENT_LOSSES)
-# functions that copy or view their first operand
-COPIES = frozenset(
-    (
-        *("view", "reshape", "contiguous", "float", "double", "to", "squeeze", "unsqueeze", "flatten"),
-        *("clone", "__getitem__", "transpose", "permute", "type_as", "narrow", "view_as"),
-    )
-)
-SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
-PRODUCTS = ("mul", "__mul__", "__rmul__", "multiply")
-QUOTIENTS = ("div", "__truediv__", "true_divide")
 OWN_LOSS_FIX = (
     "state it: pass loss=meshwright.Loss(total=..., count=...), a sum and the count that divides it; or "
     "loss=meshwright.token_cross_entropy() for labels that are aligned with the logits"
@@ -239,7 +230,7 @@ class _LossRecorder(TorchFunctionMode):
             self._add_terms(name, args, result)
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             self._forget_written(operands)
-        if name in COPIES and isinstance(result, torch.Tensor) and args and id(result) != id(args[0]):
+        if _arranges_first(name) and isinstance(result, torch.Tensor) and args and id(result) != id(args[0]):
             self._roots[id(result)] = self.root(args[0])
             self._alive.append(result)
         return result
@@ -275,11 +266,12 @@ class _LossRecorder(TorchFunctionMode):
         scalars = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if any(arg.ndim for arg in scalars):
             return
-        if (name in SUMS and len(scalars) == 2) or (name in SUMS and numbers == [0]):
+        computed = find_op(name).arithmetic
+        if computed == "add" and (len(scalars) == 2 or numbers == [0]):
             factors = [1.0] * len(scalars)
-        elif name in PRODUCTS and len(scalars) == len(numbers) == 1:
+        elif computed == "mul" and len(scalars) == len(numbers) == 1:
             factors = [float(numbers[0])]
-        elif name in QUOTIENTS and len(scalars) == len(numbers) == 1 and scalars[0] is args[0]:
+        elif computed == "div" and len(scalars) == len(numbers) == 1 and scalars[0] is args[0]:
             factors = [1 / numbers[0]]
         else:
             return
@@ -295,6 +287,13 @@ def _probe_values(labels: torch.Tensor) -> torch.Tensor:
     with unset_fake_temporarily():
         numbers = torch.arange(1, labels.numel() + 1).reshape(labels.shape)
         return numbers.to(labels.dtype)
+
+
+def _arranges_first(name: str) -> bool:
+    """Returns whether the function copies elements of its first operand, or is a view of some."""
+    op = find_op(name)
+    is_view = op.kind == "view" and op.dims not in ("broadcast", "join", "stack", "rearrange", "window")
+    return is_view or (op.is_copy and not op.cuts_graph) or name == "__getitem__"
 
 
 def _is_shifted(labels: torch.Tensor, target: torch.Tensor) -> bool | None:

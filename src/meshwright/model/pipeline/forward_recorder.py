@@ -44,15 +44,10 @@ from meshwright.model.pipeline.forward_graph import (
     ValueRef,
     with_value_refs,
 )
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.call_description import caller_line, function_title, is_constant
 from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, lru_caches
-from meshwright.model.tensors.function_modes import (
-    RANDOM_GLUE_FIX,
-    SHAPE_FROM_SECOND_ARG,
-    SHAPE_ONLY_FACTORIES,
-    VALUE_READS,
-    ValueReadMode,
-)
+from meshwright.model.tensors.function_modes import RANDOM_GLUE_FIX, ValueReadMode
 from meshwright.model.tensors.pytree import storage_id, tree_tensors, value_leaves
 from meshwright.plan.model_spec.model_spec import block_call_name
 
@@ -283,11 +278,11 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _run_glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._paused = True
-        inputs = tree_tensors((args, kwargs))
-        looked = inputs[:1] if func.__name__ in SHAPE_FROM_SECOND_ARG else inputs
+        inputs, op = tree_tensors((args, kwargs)), find_op(func.__name__)
+        looked = inputs[:1] if op.shape_operand == 2 else inputs
         values = {id(tensor): tensor for tensor in looked if tensor in self._names or tensor in self._made_in}
         num_draws = self._count_draws()
-        if not values or func.__name__ in SHAPE_ONLY_FACTORIES:
+        if not values or op.shape_operand == 1:
             outcome = func(*args, **kwargs)
             if self._count_draws() > num_draws and self._last_draw[0] == self._block_call:
                 what = (
@@ -308,7 +303,7 @@ class _ForwardRecorder(TorchFunctionMode):
         if func.__name__ in TENSOR_HOOKS:
             hooked = [self._names[each] for each in values.values() if each in self._names]
             self._late_grads.note_hook(hooked, self._block_call, caller_line())
-        if value_reads.reads_values or func.__name__ in VALUE_READS:
+        if value_reads.reads_values or op.kind == "read":
             self._record_read(function_title(func), values)
         elif tree_tensors(outcome) or written_tensors:
             outcome = self._record_op(function_title(func), args, kwargs, values, written_tensors, outcome)

@@ -40,10 +40,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.call_description import is_constant
 from meshwright.model.tensors.function_modes import (
-    SHAPE_ONLY_FACTORIES,
-    VALUE_READS,
     InterceptMode,
     ValueReadMode,
 )
@@ -191,7 +190,7 @@ class ScriptRecorder:
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in inputs]
         # not from the values of another tensor
-        by_shape = func.__name__ in SHAPE_ONLY_FACTORIES and len(inputs) == 1
+        by_shape = find_op(func.__name__).shape_operand == 1 and len(inputs) == 1
         if not live_tensors or by_shape:
             result = func(*args, **kwargs)
             if by_shape or all(self._is_known(tensor) for tensor in inputs):
@@ -218,7 +217,7 @@ class ScriptRecorder:
             return func(*args, **kwargs)
         with ValueReadMode() as value_reads:
             result = func(*args, **kwargs)
-        if value_reads.reads_values or func.__name__ in VALUE_READS:
+        if value_reads.reads_values or find_op(func.__name__).kind == "read":
             self.fail(f"glue reads a number ({func.__name__})")
         return result
 

@@ -16,13 +16,13 @@ import torch
 
 from meshwright.model.blocks.user_checkpointing import USER_CHECKPOINT_FIX
 from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.call_description import (
     CHECKPOINT_MODULE,
     caller_line,
     function_title,
     in_user_checkpoint,
 )
-from meshwright.model.tensors.function_modes import SHAPE_FROM_SECOND_ARG, SHAPE_ONLY_FACTORIES, VALUE_READS
 from meshwright.model.tensors.placeholder import (
     PlaceholderTensor,
     call_without_override,
@@ -168,7 +168,8 @@ class PlaceholderEnv:
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `func` on arguments that contain a value of another stage."""
-        if func.__name__ in SHAPE_FROM_SECOND_ARG and isinstance(args[1], PlaceholderTensor):
+        entry = find_op(func.__name__)
+        if entry.shape_operand == 2 and isinstance(args[1], PlaceholderTensor):
             args = (args[0], self._shape_only_tensor(args[1]))
         names = self.foreign_values((args, kwargs))
         if not names:
@@ -177,16 +178,16 @@ class PlaceholderEnv:
         op = None if self._stage_begun else self.match_op(func)
         if op is not None:
             return self._emulate_op(op, func, (args, kwargs), all_received=all_received)
-        if all_received and (self._stage_begun or func.__name__ in VALUE_READS):
+        if all_received and (self._stage_begun or entry.kind == "read"):
             args, kwargs = self.replace_received((args, kwargs))
             return self.call_func(func, args, kwargs)
-        if func.__name__ in SHAPE_ONLY_FACTORIES:
+        if entry.shape_operand == 1:
             args, kwargs = replace_tensors(
                 (args, kwargs),
                 {id(each): self._shape_only_tensor(each) for each in find_placeholders((args, kwargs))},
             )
             return self.call_func(func, args, kwargs)
-        if func.__name__ in VALUE_READS:
+        if entry.kind == "read":
             raise self.missing_value_error(function_title(func), min(names.values()))
         outcome = call_without_override(func, args, kwargs)
         if self._written_tensors and tree_tensors(outcome):  # a placeholder raises this itself

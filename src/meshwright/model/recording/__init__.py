@@ -4,5 +4,5 @@ forward_recording    what a recording holds: operations, torch calls, module cal
 record_forward       records a forward, with one function mode and one dispatch mode
 recording_json       saves a recording, and loads it, without pickle
 model_operations     the torch calls of the model's code, by which runs and block calls are compared
-op_table             what each torch operation does to dims and values
+op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """

@@ -56,18 +56,23 @@ def save_recording(recording: Recording, path: Path) -> None:
 
 
 def load_recording(path: Path) -> Recording:
-    """Returns the recording in a file. Raises PlanError for a file of another format or version."""
+    """Returns the recording in a file.
+
+    Raises PlanError for a file of another format or version, or one that lacks a table.
+    """
     try:
         data = path.read_bytes()
         found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     except (OSError, EOFError, ValueError) as error:
         text = f"'{path}' cannot be read: {error}"
         raise PlanError(text, fix="name a file that `inspect --record` wrote", location="record") from error
-    given = (found.get("format"), found.get("version")) if isinstance(found, dict) else (None, None)
-    if given != (RECORDING.name, RECORDING.version):
-        needed = f"{RECORDING.name}, version {RECORDING.version}"
-        text = f"'{path}' has format {given[0]}, version {given[1]}; needed is {needed}"
-        raise PlanError(text, fix=RECORDING.fix, location="record")
+    found = RECORDING.contents(found, str(path))
+    missing = [
+        f"'{name}'" for name in ("tensors", *(field.name for field in fields(Recording))) if name not in found
+    ]
+    if missing:
+        text = f"the recording lacks its {', '.join(missing)}"
+        raise PlanError(text, fix=RECORDING.fix, location=str(path))
     tensors = [_tensor(each) for each in found["tensors"]]
     values = {field.name: found[field.name] for field in fields(Recording)}
     events = [EVENTS[kind](*(_value(each, tensors) for each in rest)) for kind, *rest in values.pop("events")]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.model.context_parallel.conv_call import Conv1dArguments
-from meshwright.model.recording.op_table import CONSTANT_LIKE, ELEMENTWISE, reads_values
+from meshwright.model.recording.op_table import reads_values
 from meshwright.model.sequence_analysis import token_rules
 from meshwright.model.sequence_analysis.token_dims import indexed_dims, prime_factors
 from meshwright.model.sequence_analysis.token_rules import SHARDED, TokenLayout, TokenOp
@@ -25,12 +25,6 @@ from meshwright.plan.model_spec.sequence_info import ConvSpec
 PADS_TOKENS = "pads tokens"
 CACHES_TOKENS = "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False"
 EXTRA_CONV_OUTPUTS = "convolves tokens into more than there are, which are not cut at once: y[..., :tokens]"
-_COPIES = frozenset(
-    ("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16")
-)
-_TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
-# random draws depend on the global position of an element
-_ELEMENTWISE = ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}
 
 
 @dataclass(frozen=True)
@@ -63,16 +57,16 @@ def propagate_op(op: TokenOp) -> str:
     tensor, layout = next(iter(padded.items()))
     if op.name == "getitem" and tensor is op.args[0]:
         return _propagate_slice(op, layout)
-    if op.name in _TRANSPOSES:
+    if op.entry.dims == "transpose":
         return _propagate_unchanged(
             op, replace(layout, dim_from_end=_transposed_dim(op, tensor.ndim, layout.dim_from_end))
         )
-    if op.name in _COPIES:
+    if op.entry.is_copy:
         return _propagate_unchanged(op, layout)
     is_written = any(each is op.results[0] for each in op.operands) if op.results else True
     has_same_padding = all(_has_same_padding(op, each, layout) for each in op.operands)
     if (
-        op.name in _ELEMENTWISE
+        op.entry.kind == "pointwise"  # random draws depend on the global position of an element
         and has_same_padding
         and not (is_written and any(each.is_zero_padded for each in padded.values()))
     ):

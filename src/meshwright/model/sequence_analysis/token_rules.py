@@ -29,26 +29,10 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.model.recording.op_table import (
-    ARITHMETIC,
-    BROADCAST,
-    CONSTANT_FACTORIES,
-    CONVOLUTIONS,
-    DIM_ARGUMENT,
-    DIM_MOVES,
-    ELEMENTWISE,
-    IDEMPOTENT_REDUCTIONS,
-    LOOKUPS,
-    NORMS,
-    RECURRENT,
-    RESHAPES,
-    SPLITS,
-    reads_values,
-)
+from meshwright.model.recording.op_table import Op, find_op, reads_values
 from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, keeps_dims, prime_factors
 from meshwright.model.tensors.pytree import tree_tensors
 
-_FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
 ATTENDS_WITHOUT_SDPA = "computes attention scores itself"
 PAIRS_TOKENS = f"{ATTENDS_WITHOUT_SDPA} ({{0}})"
 SUMS_TOKENS = "sums over tokens ({0})"
@@ -62,11 +46,12 @@ def check_product(
 
     Token dims are those whose size `prime_product` marks.
     """
-    if name == "einsum":
+    op = find_op(name)
+    if op.dims == "letters":
         return _check_einsum(args, prime_product)
-    if name not in _FIRST_FACTOR:
+    if op.position is None or op.dims != "product":
         return None
-    first = _FIRST_FACTOR[name]
+    first = op.position
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     left, right = given[first : first + 2]
     if name == "rmatmul":
@@ -141,7 +126,6 @@ class TokenLayout:
 
 
 SHARDED = TokenLayout("sharded")
-CAT_OPS = ("cat", "concat")
 TokenLayouts = MutableMapping[torch.Tensor, TokenLayout]
 
 
@@ -167,6 +151,11 @@ class TokenOp:
             for each in self.operands
             if each in self.token_layouts and self.token_layouts[each].kind == kind
         ]
+
+    @property
+    def entry(self) -> Op:
+        """The entry of the operation in the table."""
+        return find_op(self.name)
 
     @property
     def operands(self) -> list[torch.Tensor]:
@@ -236,10 +225,10 @@ def _propagate_without_tokens(op: TokenOp) -> None:
     """Notes the layouts of results made from no token: constant, or made from the length."""
     leading = [op.token_layouts[each] for each in op.operands if each in op.token_layouts]
     from_length = [each for each in leading if each.kind == "from_length"]
-    is_constant = op.name in CONSTANT_FACTORIES or (op.name in BROADCAST and not leading)
-    is_constant = is_constant or (
-        bool(leading) and not from_length and op.name in ELEMENTWISE | RESHAPES | DIM_MOVES
-    )
+    entry = op.entry
+    is_constant = entry.is_constant_tensor or (entry.dims == "broadcast" and not leading)
+    keeps_constants = entry.is_elementwise or entry.dims == "reshape" or entry.moves_dims
+    is_constant = is_constant or (bool(leading) and not from_length and keeps_constants)
     if (
         op.name == "setitem"
         and leading
@@ -249,14 +238,19 @@ def _propagate_without_tokens(op: TokenOp) -> None:
     for each in op.results:
         if op.token_dims(each) and is_constant:
             op.token_layouts[each] = TokenLayout("constant")
-        elif leading and not from_length and not op.token_dims(each) and op.name in SPLITS | {"getitem"}:
+        elif (
+            leading
+            and not from_length
+            and not op.token_dims(each)
+            and (entry.is_split or op.name == "getitem")
+        ):
             # a view that may be written in place
             op.token_layouts[each] = TokenLayout("subset", origin=PARTIAL_TOKENS)
         # a sum of ones depends on the length
         elif (
             op.token_dims(each)
             or from_length
-            or (leading and op.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
+            or (leading and not entry.is_constant_tensor and not entry.is_idempotent)
         ):
             op.token_layouts[each] = TokenLayout(
                 "from_length", origin=from_length[0].origin if from_length else op.name
@@ -267,7 +261,8 @@ def _check_masks(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, int
     if sharded:
         reason = check_product(op.name, op.args, op.kwargs, op.prime_product)
         return reason or f"computes '{op.name}' of tokens and of a mask", 1
-    if op.name not in ELEMENTWISE | RESHAPES | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
+    keeps_masks = op.entry.is_elementwise or op.entry.dims in ("reshape", "broadcast", "ones")
+    if not keeps_masks and op.name != "getitem":
         return f"computes '{op.name}' with a mask", 1
     if op.name == "getitem" and not keeps_dims(op.args[1], op.token_dims(op.args[0]), op.args[0].ndim):
         return "cuts its mask to the number of its own tokens", 1
@@ -285,22 +280,22 @@ def _check_sharded(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, i
     """Returns why the operation does not treat each token by itself, and the elements per token of its
     results.
     """
-    name, numel_per_token = op.name, op.token_layouts[sharded[0]].numel_per_token
-    if name in RESHAPES:
+    name, entry, numel_per_token = op.name, op.entry, op.token_layouts[sharded[0]].numel_per_token
+    if entry.dims == "reshape":
         return _check_view(op, sharded[0])
-    if name in ELEMENTWISE:
+    if entry.is_elementwise:
         return _check_length_arithmetic(op) or _check_aligned(op), numel_per_token
     if name == "squeeze" and len(op.args) + len(op.kwargs) == 1:
         return "squeezes whatever has size 1, which may be the tokens of a rank", numel_per_token
-    if name in DIM_MOVES or name == "one_hot":
+    if entry.moves_dims or name == "one_hot":
         return "", numel_per_token
-    if name == "embedding":
+    if entry.dims == "table":
         return (
             "looks up in a table of tokens"
             if any(op.argument(1, "weight") is each for each in sharded)
             else ""
         ), numel_per_token
-    if name in ("layer_norm", "rms_norm"):
+    if entry.dims == "trailing":
         reduced_dims = len(op.argument(1, "normalized_shape"))
         return (
             f"takes {name} over tokens"
@@ -309,8 +304,8 @@ def _check_sharded(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, i
         ), numel_per_token
     if name in ("getitem", "setitem"):
         return _check_indexing(op), op.token_layouts[sharded[0]].numel_per_token
-    if name in DIM_ARGUMENT:
-        return _check_reduction(op, sharded), numel_per_token
+    if entry.dim is not None:
+        return _check_reduction(op, sharded, *entry.dim), numel_per_token
     if name == "pad":
         padding = list(op.argument(1, "pad"))
         dim = sharded[0].ndim - 1 - op.token_dims(sharded[0])[0]
@@ -320,10 +315,10 @@ def _check_sharded(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, i
         return (
             "repeats tokens" if op.results[0].shape[dim] != sharded[0].shape[dim] else ""
         ), numel_per_token
-    if name in CONVOLUTIONS | NORMS:
+    if entry.dims in ("window", "batch"):
         batched = op.token_dims(sharded[0]) == (0,) and name != "batch_norm"
         return ("" if batched else f"computes '{name}' along tokens"), numel_per_token
-    if name in RECURRENT:
+    if entry.dims == "steps":
         return f"carries a state from token to token ({name})", 1
     if name == "multi_head_attention_forward":
         return PAIRS_TOKENS.format("nn.MultiheadAttention"), 1
@@ -352,7 +347,7 @@ def _check_length_arithmetic(op: TokenOp) -> str:
         made for n in prime_factors(op.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))
     ]
     numbers = [each for each in (*op.args, *op.kwargs.values()) if type(each) in (int, float)]
-    uses_length = op.name in ARITHMETIC and any(
+    uses_length = bool(op.entry.arithmetic) and any(
         isclose(each, number) for each in numbers for number in length_values
     )
     return f"computes with the number of tokens ({op.name})" if uses_length else ""
@@ -375,30 +370,30 @@ def _check_view(op: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
     return f"moves elements between tokens ({op.name})", 1
 
 
-def _check_reduction(op: TokenOp, sharded: Sequence[torch.Tensor]) -> str:
+def _check_reduction(op: TokenOp, sharded: Sequence[torch.Tensor], place: int, default: Any) -> str:
     # concatenation with an empty key cache
-    if op.name in CAT_OPS and sum(each.numel() > 0 for each in op.operands) == 1:
+    if op.entry.dims == "join" and sum(each.numel() > 0 for each in op.operands) == 1:
         return ""
-    place, default = DIM_ARGUMENT[op.name]
     first = op.argument(0, "input", "tensors")
     # indexes a table with values from tokens
     if isinstance(first, torch.Tensor) and first not in op.token_layouts:
-        return _check_aligned(op, sharded) if op.name in LOOKUPS else f"sums tokens in a table ({op.name})"
+        is_lookup = op.entry.kind == "lookup"
+        return _check_aligned(op, sharded) if is_lookup else f"sums tokens in a table ({op.name})"
     reduced_dims = op.argument(place, "dim", "dims", "axis", default=default)
     if isinstance(reduced_dims, torch.Tensor):  # torch.max(x, y): elementwise
         return _check_aligned(op)
     reduced_dims = tuple(reduced_dims) if isinstance(reduced_dims, (tuple, list)) else (reduced_dims,)
     if op.name == "flip" and not isinstance(op.argument(1, "dims"), (tuple, list)):
         reduced_dims = op.args[1:]
-    ndim = sharded[0].ndim + (op.name == "stack")
+    ndim = sharded[0].ndim + (op.entry.dims == "stack")
     (dim,) = op.token_dims(sharded[0])
-    if op.name == "stack":
+    if op.entry.dims == "stack":
         return _check_aligned(op)
     # x.var(False): over all dims
     if not reduced_dims or any(
         each is None or type(each) is bool or each % ndim == dim for each in reduced_dims
     ):
-        return "splits along the tokens" if op.name in SPLITS else f"takes {op.name} over tokens"
+        return "splits along the tokens" if op.entry.is_split else f"takes {op.name} over tokens"
     return _check_aligned(op)
 
 

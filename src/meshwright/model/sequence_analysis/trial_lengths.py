@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.recording.op_table import CONSTANT_LIKE, ELEMENTWISE
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, prime_factors
 from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
@@ -33,19 +33,6 @@ from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 USER_CHECKPOINT = (
     "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy "
     "'activation_checkpointing'"
-)
-# position of the value; shapes show the sizes
-_FILL_VALUE_POSITIONS = {
-    "full": 1,
-    "full_like": 1,
-    "new_full": 2,
-    "fill": 1,
-}
-_NUMBER_FACTORIES = frozenset(
-    ("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention")
-)
-_WITH_NUMBERS = (
-    (ELEMENTWISE - CONSTANT_LIKE) | _NUMBER_FACTORIES | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
 )
 
 
@@ -62,13 +49,18 @@ class ComputedOp:
         cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "ComputedOp":
         """Returns the operation `name` with these arguments."""
-        if name in _FILL_VALUE_POSITIONS:
-            values: list[Any] = [
-                *args[_FILL_VALUE_POSITIONS[name] :][:1],
+        op, values = find_op(name), list[Any]()
+        if op.kind == "constant" and op.position is not None:  # shapes show the sizes
+            values = [
+                *args[op.position :][:1],
                 *(kwargs[key] for key in ("fill_value", "value") if key in kwargs),
             ]
-        else:
-            values = value_leaves((args, dict(kwargs))) if name in _WITH_NUMBERS else []
+        elif (
+            op.kind in ("pointwise", "random")
+            or op.dims in ("data", "along", "trailing")
+            or name == "scaled_dot_product_attention"
+        ):
+            values = value_leaves((args, dict(kwargs)))
         return cls(module, name, tuple(repr(each) for each in values if type(each) in (int, float, complex)))
 
 

@@ -23,12 +23,14 @@ Limits: picking single elements by an unknown index ties all ids along that dim.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from meshwright.model.recording.forward_recording import AtenOp, TensorRecord, tensor_records
+from meshwright.model.recording.op_table import DimMap, Op, find_op
 
 FeatureIds = np.ndarray
 NO_FEATURE = -1
@@ -181,15 +183,12 @@ def _add_pairs(pairs: list[tuple[FeatureIds, FeatureIds]], first: FeatureIds, se
         pairs.append((tied_id[differs], other[differs]))
 
 
-aten: Any = torch.ops.aten
-
-
 @dataclass(frozen=True)
 class FeatureOp:
     """One call of a torch operation with its result `out`, which carries what its inputs carry."""
 
     carried: CarriedFeatures
-    packet: Any
+    entry: Op
     func: Any
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -226,17 +225,17 @@ FeatureRule = Callable[[FeatureOp], None]
 def propagate_features(carried: CarriedFeatures, recorded: AtenOp) -> None:
     """Sets the features of the results of one operation."""
     func, inputs = recorded.overload, recorded.inputs
-    packet = func._overloadpacket
-    if packet in CONSTANT_OPS:
+    entry = find_op(func._overloadpacket.__name__)
+    is_constant = entry.kind == "constant" and entry.dims in ("shape", "like")
+    if is_constant and not entry.is_uninitialized:
         carried.set_constant(recorded.results)
         return
-    if packet in UNINITIALIZED_OPS or not any(map(carried.is_known, inputs)):
+    has_no_values = is_constant or entry.kind == "metadata" or (entry.kind, entry.dims) == ("random", "like")
+    if has_no_values or not any(map(carried.is_known, inputs)):
         return
-    op = FeatureOp(carried, packet, func, recorded.args, recorded.kwargs, recorded.results, inputs)
-    rule = FEATURE_RULES.get(op.packet)
-    if rule is None:
-        rule = _pointwise if torch.Tag.pointwise in func.tags else _tie_everything
-    if op.packet in COPY_OPS or rule is _pointwise or any(carried.get(each) is not None for each in inputs):
+    op = FeatureOp(carried, entry, func, recorded.args, recorded.kwargs, recorded.results, inputs)
+    rule = _find_rule(entry, func)
+    if rule in (_copy, _pointwise) or any(carried.get(each) is not None for each in inputs):
         try:
             rule(op)
         except (IndexError, KeyError, TypeError, ValueError):  # called with unknown arguments
@@ -286,11 +285,12 @@ def _view(op: FeatureOp) -> None:
 
 
 def _transpose(op: FeatureOp) -> None:
-    op.record(np.swapaxes(op.first_ids, op.args[1], op.args[2]))
-
-
-def _permute(op: FeatureOp) -> None:
-    op.record(np.transpose(op.first_ids, op.args[1] if len(op.args) > 1 else None))
+    """Exchanges two dims, or orders all of them: as given, or in reverse."""
+    dims = op.args[1:]
+    if len(dims) == 2:
+        op.record(np.swapaxes(op.first_ids, *dims))
+    else:
+        op.record(np.transpose(op.first_ids, *dims))
 
 
 def _slice(op: FeatureOp) -> None:
@@ -323,7 +323,7 @@ def _unbind(op: FeatureOp) -> None:
         op.carried.record(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
-def _cat(op: FeatureOp) -> None:
+def _join(op: FeatureOp) -> None:
     parts, dim = [part for part in op.args[0] if part.ndim == op.out.ndim], op.dim % op.out.ndim
     known = [numbers for part in parts if (numbers := op.carried.get(part)) is not None]
     shape = [*np.broadcast_shapes(*((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]) for ids in known))]
@@ -359,7 +359,7 @@ def _layer_norm(op: FeatureOp) -> None:
 
 
 def _product(op: FeatureOp) -> None:
-    carried, ties, adds = op.carried, op.carried.ties, op.packet not in (aten.mm, aten.bmm)
+    carried, ties, adds = op.carried, op.carried.ties, op.entry.position == 1
     left, right = op.args[1:3] if adds else op.args[-2:]
     first, second = carried.get(left), carried.get(right)
     if adds and op.kwargs.get("beta", 1) != 0 and carried.get(op.args[0]) is not None:
@@ -386,7 +386,7 @@ def _glu(op: FeatureOp) -> None:
 
 def _index(op: FeatureOp) -> None:
     numbers = op.first_ids
-    if op.packet is aten.index:
+    if op.entry.dim is None:
         indexed_dims = [(dim, index) for dim, index in enumerate(op.args[1]) if index is not None]
     else:
         indexed_dims = [(op.args[1], op.args[2])]
@@ -415,34 +415,33 @@ def _tie_everything(op: FeatureOp) -> None:
         op.carried.record(each, None)
 
 
-CONSTANT_OPS = {aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like}
-CONSTANT_OPS |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor}
-UNINITIALIZED_OPS = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.rand_like, aten.randn_like}
-UNINITIALIZED_OPS |= {torch.ops.prim.device}
-FEATURE_RULES: Mapping[Any, FeatureRule] = {
-    **dict.fromkeys((aten.clone, aten.detach, aten.alias, aten._to_copy, aten.contiguous), _copy),
-    **dict.fromkeys((aten.lift_fresh, aten.expand), _copy),
-    **dict.fromkeys(
-        (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze), _view
-    ),
-    **dict.fromkeys(
-        (aten.mean, aten.sum, aten.amax, aten.amin, aten.prod, aten.logsumexp, aten.var, aten.std), _reduce
-    ),
-    **dict.fromkeys(
-        (aten._softmax, aten._log_softmax, aten.linalg_vector_norm, aten.cumsum, aten.var_mean), _reduce
-    ),
-    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _product),
-    **dict.fromkeys((aten.permute, aten.t), _permute),
-    **dict.fromkeys((aten.split, aten.split_with_sizes), _split),
-    **dict.fromkeys((aten.index, aten.index_select), _index),
-    **dict.fromkeys((aten.masked_fill_, aten.copy_), _pointwise),
-    aten.transpose: _transpose,
-    aten.slice: _slice,
-    aten.select: _select,
-    aten.unbind: _unbind,
-    aten.cat: _cat,
-    aten.stack: _stack,
-    aten.native_layer_norm: _layer_norm,
-    aten.glu: _glu,
-}
-COPY_OPS = {packet for packet, rule in FEATURE_RULES.items() if rule is _copy}
+FEATURE_RULES: Mapping[DimMap, FeatureRule] = MappingProxyType(
+    {
+        "broadcast": _copy,
+        "reshape": _view,
+        "ones": _view,
+        "transpose": _transpose,
+        "reverse": _transpose,
+        "slice": _slice,
+        "select": _select,
+        "split": _split,
+        "unbind": _unbind,
+        "join": _join,
+        "stack": _stack,
+        "reduce": _reduce,
+        "along": _reduce,
+        "trailing": _layer_norm,
+        "halves": _glu,
+        "product": _product,
+        "index": _index,
+    }
+)
+"""By how the dims of an operation map; any other ties everything, unless it is pointwise."""
+
+
+def _find_rule(entry: Op, func: Any) -> FeatureRule:
+    if entry.is_copy:
+        return _copy
+    if entry.kind == "pointwise" or torch.Tag.pointwise in func.tags:
+        return _pointwise
+    return FEATURE_RULES.get(entry.dims, _tie_everything)

@@ -14,7 +14,7 @@ rowwise layers:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
     tensor_records,
 )
-from meshwright.model.recording.op_table import reads_values, tokenwise_problem
+from meshwright.model.recording.op_table import find_op, reads_values
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, ResidualFlow
 
 LayerCallKey = tuple[str, str, int]  # layer, block call, and number of earlier calls of the layer in it
@@ -310,6 +310,44 @@ class _ResidualTrace:
             and tuple(output.shape[:2]) == block_call.shape[:2]
         ):
             block_call.residual_tensors.add(output.id)
+
+
+def tokenwise_problem(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[TensorRecord],
+    stream_tensors: Sequence[TensorRecord],
+    result: TensorRecord,
+) -> str:
+    """Returns the reason why the operation `name` does not treat each token by itself; "" if it does.
+
+    `stream_tensors` are those of its `operands` that are the residual stream or computed from it; `result` is
+    the tensor that it returns.
+    """
+    dims = stream_tensors[0].ndim
+    op = find_op(name)
+    is_first = operands[0].id == stream_tensors[0].id and len(stream_tensors) == 1
+    if op.kind == "reduction" and op.is_tokenwise and is_first:
+        if op.dims == "trailing":
+            return (
+                ""
+                if len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < dims - 1
+                else f"takes {name} over tokens"
+            )
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        over = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+        return (
+            "" if dims > 2 and all(each in (-1, dims - 1) for each in over) else f"takes {name} over tokens"
+        )
+    if op.kind == "reduction" or not op.is_tokenwise:
+        return f"computes '{name}' with it"
+    if any(tensor.ndim != result.ndim for tensor in stream_tensors):
+        return f"computes '{name}' of tensors of different shapes"
+    others = [tensor for tensor in operands if not any(tensor.id == each.id for each in stream_tensors)]
+    if any(tensor.ndim >= result.ndim - 1 and tensor.shape[1 - result.ndim] != 1 for tensor in others):
+        return f"computes '{name}' of it and of a tensor of all tokens"
+    return ""
 
 
 def _mark_calls(

@@ -27,13 +27,11 @@ from meshwright.model.recording.forward_recording import (
     TensorFreed,
     TensorRecord,
 )
+from meshwright.model.recording.op_table import find_op
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
 aten: Any = torch.ops.aten
 ADD_OPS = (aten.add.Tensor, aten.add_.Tensor)
-METADATA_OPS = (torch.ops.prim.device.default,)  # reads no values
-# these keep the summands if the shape stays
-COPY_OPS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)
 SummandIds = frozenset[int]
 
 
@@ -86,8 +84,11 @@ class FusedAllReduces:
 
     def _follow(self, op: AtenOp) -> None:
         inputs = [tensor for tensor in op.inputs if tensor.id in self._summands]
-        if not inputs or op.overload in METADATA_OPS:
+        entry = find_op(op.packet.__name__)
+        if not inputs or entry.kind == "metadata":
             return
+        # these keep the summands if the shape stays
+        keeps_summands = entry.dims == "reshape" or (entry.is_copy and not entry.cuts_graph)
         summands, out = [self._summands[tensor.id][0] for tensor in inputs], op.results
         is_followed = op.grad_enabled and all(_same_shape_and_dtype(tensor, out) for tensor in inputs)
         if (
@@ -97,7 +98,7 @@ class FusedAllReduces:
             and self._adds(op, summands)
         ):
             self._summands[out.id] = frozenset().union(*summands), out.storage
-        elif is_followed and op.packet in COPY_OPS:
+        elif is_followed and keeps_summands:
             self._summands[out.id] = summands[0], out.storage
         else:
             self._read_together |= dict.fromkeys(summands)

@@ -28,27 +28,8 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
     tensor_records,
 )
+from meshwright.model.recording.op_table import Op, find_op
 from meshwright.plan.model_spec.tensor_parallel_layers import LogitsSpec
-
-aten = torch.ops.aten
-SHAPE_OPS = (
-    aten.detach,
-    aten.alias,
-    aten.view,
-    aten._unsafe_view,
-    aten.reshape,
-    aten._to_copy,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.slice,
-    aten.select,
-    aten.expand,
-    aten.lift_fresh,
-)
-ALIAS_OPS = (aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.lift_fresh)
-SCALE_OPS = (aten.mul, aten.div, aten.mul_, aten.div_)
-LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
-
 
 # the roles of those that cannot be divided by words
 UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}
@@ -96,11 +77,13 @@ class VocabFlow:
         outputs = op.outputs
         if not outputs:
             return
-        inputs, packet = [tensor for tensor in op.inputs if tensor.is_strided], op.packet
+        inputs, name = [tensor for tensor in op.inputs if tensor.is_strided], op.packet.__name__
         self._note_weight_use(inputs)
-        name = packet.__name__
+        entry = find_op(name)
         if self._open_layers and self._roles[self._open_layers[-1]] == "embedding":
-            is_lookup = packet in LOOKUP_OPS and sum(tensor.requires_grad for tensor in inputs) < 2
+            is_scaled = entry.arithmetic in ("mul", "div")
+            is_lookup = entry.dims == "table" or is_scaled or _keeps_vocabulary(entry)
+            is_lookup = is_lookup and sum(tensor.requires_grad for tensor in inputs) < 2
             self.not_shardable |= {} if is_lookup else {self._open_layers[-1]: f"{name} follows the look-up"}
         heads_of_inputs = {self.find_head(tensor.storage) for tensor in inputs} - {""}
         if heads_of_inputs and not self._is_elementwise(op, inputs, outputs):
@@ -108,7 +91,8 @@ class VocabFlow:
                 heads_of_inputs - set(self.not_shardable), f"{name} needs all logits of a token at once"
             )
         elif heads_of_inputs:
-            if packet not in ALIAS_OPS or any(each.shape != inputs[0].shape for each in outputs):
+            keeps_logits = entry.is_alias or entry.dims == "reshape"
+            if not keeps_logits or any(each.shape != inputs[0].shape for each in outputs):
                 self.logits_modified_by = dict.fromkeys(heads_of_inputs, name) | self.logits_modified_by
             self._logits |= {each.storage: min(heads_of_inputs) for each in outputs}
 
@@ -131,13 +115,18 @@ class VocabFlow:
             each.ndim == 0 or each.shape[-1] not in vocab_sizes for each in outputs
         ):
             return False
-        if op.packet in SHAPE_OPS:
+        if _keeps_vocabulary(find_op(op.packet.__name__)):
             return True
         other_inputs = [tensor for tensor in inputs if not self.find_head(tensor.storage)]
         are_scalars = all(
             (each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in other_inputs
         )
         return torch.Tag.pointwise in op.overload.tags and are_scalars
+
+
+def _keeps_vocabulary(op: Op) -> bool:
+    """Returns whether the operation only copies elements, or arranges those of other dims."""
+    return op.is_copy or op.dims in ("reshape", "ones", "broadcast", "slice", "select")
 
 
 @dataclass(frozen=True)

@@ -9,37 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.tensors.pytree import tree_tensors
 
-PYTHON_CONVERSIONS = (
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-    "__complex__",
-    "__array__",
-    "__contains__",
-)
-VALUE_READS = frozenset((*PYTHON_CONVERSIONS, "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"))
-SHAPE_ONLY_FACTORIES = frozenset(
-    (
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "new_tensor",
-    )
-)
 RANDOM_GLUE_FIX = (
     "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, "
     "decoder_layerdrop)"
 )
 RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
-SHAPE_FROM_SECOND_ARG = frozenset(
-    ("expand_as", "view_as", "reshape_as")
-)  # of their second argument, they look at nothing but the shape
 
 
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:

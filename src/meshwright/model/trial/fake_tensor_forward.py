@@ -266,21 +266,24 @@ def _read_layer_uses(recording: Recording) -> tuple[LayerUses, list[int], set[in
 
 
 def make_fake(
-    module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None
+    module: nn.Module,
+    mode: FakeTensorMode,
+    dtype_of: Callable[[str], torch.dtype] | None = None,
+    device: torch.device | str = "cpu",
 ) -> None:
-    """Gives `module` fake CPU parameters and buffers, in place; tied parameters stay tied.
+    """Gives `module` fake parameters and buffers on `device`, in place; tied parameters stay tied.
 
     A parameter gets the dtype `dtype_of(first name)`; without `dtype_of` each keeps its own.
     """
     clear_fake_caches(module)
     fakes = {
         id(parameter): _empty_parameter(
-            parameter, mode, parameter.dtype if dtype_of is None else dtype_of(name)
+            parameter, mode, parameter.dtype if dtype_of is None else dtype_of(name), device
         )
         for name, parameter in module.named_parameters()
     }
     with mode:
-        buffers = {id(buffer): mode.from_tensor(buffer) for buffer in module.buffers()}
+        buffers = {id(buffer): make_fake_tensor(buffer, mode, device) for buffer in module.buffers()}
     for owner in module.modules():
         owner._parameters.update(
             {name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None}
@@ -288,10 +291,21 @@ def make_fake(
         owner._buffers.update({name: buffers[id(b)] for name, b in owner._buffers.items() if b is not None})
 
 
-def _empty_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
+def make_fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | str) -> torch.Tensor:
+    """Returns a fake tensor like `tensor` on `device`, which this host need not have."""
+    fake = mode.from_tensor(tensor)
+    if fake.device.type == torch.device(device).type:
+        return fake
+    with mode:
+        return torch.empty_like(fake, device=device)
+
+
+def _empty_parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
     """Returns a fake parameter like `parameter`, made without an operation: a third of the time."""
     meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
-    made: Any = FakeTensor(mode, meta, torch.device("cpu"))
+    made: Any = FakeTensor(mode, meta, torch.device(device))
     made._is_param = True  # what makes it an nn.Parameter, as for any class of tensors
     return made.requires_grad_(parameter.requires_grad)
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from meshwright.model.recording.forward_recording import AtenOp, TensorRecord
+from meshwright.model.recording.op_table import find_op
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     COMPUTE_HEAVY_OPS,
     AttentionOp,
@@ -34,18 +35,6 @@ Section = tuple[str, str]  # ("forward" | "backward" | "glue" | "loss", block ca
 Size = tuple[int, bool]  # (a number, whether it is per sample)
 MeasureSize = Callable[[int], Size]
 aten = torch.ops.aten
-NO_COST_OPS = frozenset(  # they allocate or view memory, and do not touch it
-    (
-        aten.empty,
-        aten.empty_like,
-        aten.new_empty,
-        aten.empty_strided,
-        aten.new_empty_strided,
-        aten._unsafe_view,
-        aten.detach,
-    )
-)
-LOOKUP_OPS = frozenset((aten.embedding, aten.index_select, aten.index, aten.gather))
 CAUSAL_ARGUMENTS = MappingProxyType(  # by kernel: the index of `is_causal`, and that of the query
     {
         aten._scaled_dot_product_flash_attention_for_cpu: (4, 0),
@@ -102,13 +91,14 @@ class OpCounter(TorchDispatchMode):
         kind, counts = func._overloadpacket, self._open
         if counts is None:
             return
-        matmul_shapes = MATMUL_SHAPES.get(kind)
+        matmul_shapes, op = MATMUL_SHAPES.get(kind), find_op(kind.__name__)
         if matmul_shapes is not None:
             for sizes in matmul_shapes(args, out):
                 counts["matmul", tuple(map(self._sized, sizes)), _dtype(args)] += 1
         elif kind in CAUSAL_ARGUMENTS:
             counts[self._attention_key(kind, args)] += 1
-        elif func.is_view or kind in NO_COST_OPS:
+        elif func.is_view or op.is_uninitialized or op.is_alias or op.dims == "reshape":
+            # it allocates or views memory, and does not touch it
             counts["memory", (0, 0.0), "", (0, 0.0)] += 1
         elif any(
             isinstance(each, torch.Tensor) for each in tree_leaves(out)
@@ -117,7 +107,7 @@ class OpCounter(TorchDispatchMode):
             result = next(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
             numel = self._numel(result) if op_name else (0, 0.0)
             touched = (
-                (args[1:], out, out) if kind in LOOKUP_OPS else (args, kwargs, out)
+                (args[1:], out, out) if op.kind == "lookup" else (args, kwargs, out)
             )  # a lookup reads of the table only what it returns
             counts["memory", self._bytes(tree_leaves(touched)), op_name, numel] += 1
 

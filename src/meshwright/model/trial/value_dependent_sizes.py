@@ -10,11 +10,7 @@ The bytes that ranks send are planned. A layer that is given so many rows is com
 import torch
 
 from meshwright.model.recording.forward_recording import AtenOp, TensorRecord, tensor_records
-
-# results have the shape of the first operand
-SHAPED_BY_FIRST = frozenset(
-    ("index_add", "index_put", "index_copy", "index_fill", "scatter", "scatter_add", "masked_scatter")
-)
+from meshwright.model.recording.op_table import find_op
 
 
 class ValueDependentSizes:
@@ -36,7 +32,7 @@ class ValueDependentSizes:
         if not self._sizes:
             return
         name = op.packet.__name__
-        by_first = name.rstrip("_") in SHAPED_BY_FIRST or name.endswith("_")
+        by_first = find_op(name).kind == "update" or name.endswith("_")
         operands = tensor_records(op.args[:1]) if by_first else op.inputs
         sizes = {self._sizes[each.id] for each in operands if each.id in self._sizes}
         for result in op.outputs if sizes else ():

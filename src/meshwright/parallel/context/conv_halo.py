@@ -58,14 +58,14 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     """Returns the convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the
     ranks of `axis`.
     """
-    sequence_sharding = runtime.plan.sharding.sequence_sharding
+    sequence_sharding = runtime.state.plan.sharding.sequence_sharding
     if sequence_sharding is None:
         raise RuntimeError("a convolution needs the tokens of neighbours, and the plan shards no sequence")
     known, share = call.conv_spec, call.token_shard
     edges = _edges(call.local_input, share.spans, known, sequence_sharding.max_ranges)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(
-        runtime.collectives.redistribute(edges, axis, S(dim), R), (0, 1)
+        runtime.state.collectives.redistribute(edges, axis, S(dim), R), (0, 1)
     )  # behind all, a zero for what is not in the row
     columns = torch.tensor(
         _halo_columns(sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),

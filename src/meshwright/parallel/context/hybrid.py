@@ -158,10 +158,10 @@ class HybridContextParallel(ContextParallel):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         exchange = HeadExchange.along_axis(
-            self.axis, self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis)), runtime
+            self.axis, self.sequence_sharding(runtime.state.plan.sharding.mesh.size(self.axis)), runtime
         )
-        runtime.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.sequence_runner.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
+        runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
         return {}
 
     def _attention(
@@ -179,7 +179,7 @@ class HybridContextParallel(ContextParallel):
                     sequence_sharding.inner_group_ranges(call.key_shard.length, first)
                     for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
                 ),
-                shift=lambda output, tensor: runtime.collectives.shift(
+                shift=lambda output, tensor: runtime.state.collectives.shift(
                     output, tensor, self.axis, offset=sequence_sharding.num_inner_ranks
                 ),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,

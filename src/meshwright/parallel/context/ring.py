@@ -115,8 +115,8 @@ class RingAttention(ContextParallel):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        runtime.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.sequence_runner.set_attention(partial(self._attention, runtime, MaskCache()))
+        runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_attention(partial(self._attention, runtime, MaskCache()))
         return {}
 
     def _forward_transfers(
@@ -144,7 +144,7 @@ class RingAttention(ContextParallel):
         )
 
     def _attention(self, runtime: Runtime, recent: MaskCache, call: ShardedAttentionCall) -> torch.Tensor:
-        given, view = attention_inputs(call, self.name), runtime.plan.view
+        given, view = attention_inputs(call, self.name), runtime.state.plan.view
         sequence_sharding = self.sequence_sharding(view.plan.mesh.size(self.axis))
         kwargs = {"scale": call.scale, "causal": call.is_causal, "dropout_p": given.dropout_p}
         ring = recent.ring(
@@ -156,7 +156,7 @@ class RingAttention(ContextParallel):
                     sequence_sharding.token_ranges(call.key_shard.length, index)
                     for index in range(sequence_sharding.num_ranks)
                 ),
-                shift=lambda output, tensor: runtime.collectives.shift(output, tensor, self.axis),
+                shift=lambda output, tensor: runtime.state.collectives.shift(output, tensor, self.axis),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **kwargs,
             ),

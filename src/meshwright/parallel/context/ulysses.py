@@ -103,9 +103,9 @@ class Ulysses(ContextParallel):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sequence_sharding = self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis))
-        runtime.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.sequence_runner.set_attention(
+        sequence_sharding = self.sequence_sharding(runtime.state.plan.sharding.mesh.size(self.axis))
+        runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_attention(
             partial(self._attention, HeadExchange.along_axis(self.axis, sequence_sharding, runtime))
         )
         return {}

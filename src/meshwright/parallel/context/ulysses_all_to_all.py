@@ -116,12 +116,12 @@ class HeadExchange:
 
         def move(tensor: torch.Tensor, src: Placement, dst: Placement) -> torch.Tensor:
             return (
-                runtime.collectives.redistribute_uncached(tensor, axis, src, dst, near)
+                runtime.state.collectives.redistribute_uncached(tensor, axis, src, dst, near)
                 if sequence_sharding.num_inner_ranks > 1
                 else tensor
             )
 
-        view = runtime.plan.view
+        view = runtime.state.plan.view
         return cls(sequence_sharding, view.coordinate[axis], move, has_masks_by_query(view.plan))
 
     def gather_inputs(

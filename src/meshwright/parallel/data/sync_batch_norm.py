@@ -70,10 +70,10 @@ class SyncBatchNorm(Strategy):
         return program.edit(lambda actions: [_with_transfers(action, view, job) for action in actions])
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        view = runtime.plan.view
+        view = runtime.state.plan.view
         if view.plan.mesh.group_size(view.plan.data_axes) > 1:
             for block in {block_of(call.block_call) for call in view.model_spec.batch_norm_calls}:
-                runtime.patches.wrap_forward(block, partial(_run_block, runtime))
+                runtime.state.patches.wrap_forward(block, partial(_run_block, runtime))
         return {}
 
 
@@ -165,7 +165,7 @@ class _BatchNormMode(TorchFunctionMode):
                 cudnn_enabled,
             )
         state = self._runtime.state
-        group = state.world.group(self._runtime.plan.sharding.data_axes)
+        group = state.world.group(state.plan.sharding.data_axes)
         is_empty = bool(state.step.microbatches) and state.step.num_samples == 0  # it runs on a stand-in
         output, mean, variance = _SyncBatchNorm.apply(
             input, weight, bias, eps, group, lambda: state.current_action, is_empty

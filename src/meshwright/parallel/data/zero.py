@@ -189,7 +189,7 @@ class ZeRO(Strategy):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         start = runtime.state.start_collective
-        kinds = {"UNSHARD": start, "REDUCE": start, "ACCUMULATE": runtime.params.accumulate}
+        kinds = {"UNSHARD": start, "REDUCE": start, "ACCUMULATE": runtime.state.flat_params.accumulate}
         return {**kinds, "RESHARD": _no_op, "WAIT": _no_op}
 
     @staticmethod

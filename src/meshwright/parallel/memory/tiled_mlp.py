@@ -75,8 +75,8 @@ class TiledMLP(Strategy):
         return program.edit(lambda actions: self._tile_memory(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        for name in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.view.model_spec)):
-            runtime.patches.wrap_forward(name, partial(run_tiled, name, self.num_tiles))
+        for name in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.state.plan.view.model_spec)):
+            runtime.state.patches.wrap_forward(name, partial(run_tiled, name, self.num_tiles))
         return {}
 
     def _tile_memory(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:

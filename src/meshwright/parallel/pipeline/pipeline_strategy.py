@@ -316,9 +316,9 @@ class Pipeline(Strategy):
     @property
     def _num_virtual_stages(self) -> int:
         found = find_schedule(self.schedule)
-        return max(self.virtual_stages, 0) or (
-            1 if found is None else found.num_virtual_stages or found.default_virtual_stages
-        )
+        if found is not None and found.num_virtual_stages:
+            return found.num_virtual_stages  # another number is a fault, and is reported beside all others
+        return max(self.virtual_stages, 0) or (1 if found is None else found.default_virtual_stages)
 
     def _placement(self, sharding: ShardingPlan) -> tuple[VirtualStage, ...]:
         return _cached_placement(self.schedule, self._file_digest, sharding.mesh.pp, self._num_virtual_stages)

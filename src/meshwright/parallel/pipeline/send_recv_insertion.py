@@ -9,7 +9,7 @@ gradients back.
     CONCAT_GRAD  concatenates received chunks of a gradient
 
     F of a stage     waits for the RECVs of its inputs, which precede the previous run of a stage on the
-                     rank: a message travels during that run
+                     rank, unless they depend on it (receive_prefetch.py)
     SEND             stands behind the last block call of the stage that made the value; before the first of
                      one that forwards it
     RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its
@@ -46,12 +46,13 @@ in another order receives them early, in the order of the sender, and keeps them
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 
-from meshwright.parallel.pipeline.schedules.schedule import Schedule
+from meshwright.parallel.pipeline.receive_prefetch import ReceiveWindow, RunsNeeded, post_receives_early
+from meshwright.parallel.pipeline.schedules.schedule import Dependency, Schedule
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.sharding.rank_view import RankView
@@ -112,7 +113,7 @@ class TransferRoutes:
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "recv"}
         left = {
-            peer: deque(self._receive_names.get((peer, pp_rank), ()))
+            peer: deque(self._receives.get((peer, pp_rank), ()))
             for peer in range(self._schedule.num_ranks)
             if peer != pp_rank
         }
@@ -127,25 +128,43 @@ class TransferRoutes:
                 done.append(receives[name])
         return done
 
+    def receive_windows(self, pp_rank: int) -> Mapping[str, ReceiveWindow]:
+        """Returns when `pp_rank` may post each of its receives, by name."""
+        return {
+            name: self._runs_needed.window(sender, pp_rank, is_forwarded=is_forwarded)
+            for (_, target), receives in self._receives.items()
+            if target == pp_rank
+            for name, (sender, is_forwarded) in receives.items()
+        }
+
     @cached_property
-    def _receive_names(self) -> dict[tuple[int, int], list[str]]:
-        found: dict[tuple[int, int], list[str]] = {}
+    def _runs_needed(self) -> RunsNeeded:
+        return RunsNeeded(self._schedule)
+
+    @cached_property
+    def _receives(self) -> dict[tuple[int, int], dict[str, tuple[Dependency, bool]]]:
+        """The names of the receives, with the run that sends each and whether it only forwards it, in order,
+        by the two ranks.
+        """
+        found: dict[tuple[int, int], dict[str, tuple[Dependency, bool]]] = {}
         for source, actions in enumerate(self._schedule.actions):
             for action in (action for action in actions if action.kind != "W"):
                 stage, back = self._schedule.virtual_stages[action.virtual_stage].stage, action.kind != "F"
+                sender: Dependency = ("I" if back else "F", stage, action.microbatch)
                 for transfer in (
                     self.transfers_into(stage, action.microbatch)
                     if back
                     else self.transfers_from(stage, action.microbatch)
                 ):
                     target = self._rank[transfer.source if back else transfer.target, action.microbatch]
+                    is_forwarded = not back and transfer.value not in self._stages[stage].outputs
                     if target != source and (transfer.value.needs_grad or not back):
                         name = Action(
                             "RECV_GRAD" if back else "RECV",
                             transfer.subject(backward=back),
                             action.microbatch,
                         ).name
-                        found.setdefault((source, target), []).append(name)
+                        found.setdefault((source, target), {})[name] = sender, is_forwarded
         return found
 
 
@@ -214,30 +233,10 @@ class SendRecvInsertion:
                 outputs = set(self._stages[ends[action.subject]].outputs)
                 sent = self._sends(ends[action.subject], action, num_samples, back=back)
                 done += (each for transfer, each in sent if back or transfer.value in outputs)
-        return self._issue_receives_early(self._routes.order_receives(done, self._mine))
-
-    def _issue_receives_early(self, actions: Sequence[Action]) -> list[Action]:
         starts = {("F", stage.block_calls[0]) for stage in self._stages}
         starts |= {(kind, stage.block_calls[-1]) for stage in self._stages for kind in ("B", "I", "W")}
-        done, before, coming = (
-            list[Action](),
-            0,
-            0,
-        )  # where the last run starts, and how many receives stand there for the next
-        microbatch: int | None = None
-        for action in actions:
-            if (
-                action.kind == "RECV_GRAD" and action.microbatch == microbatch
-            ):  # that run adds up gradients of the same values
-                before = 0  # and what comes behind it stays behind it
-            if action.stream == "recv" and before:
-                done.insert(before + coming, action)
-                coming += 1
-                continue
-            if (action.kind, action.subject) in starts:
-                before, coming, microbatch = len(done), 0, action.microbatch
-            done.append(action)
-        return done
+        ordered = self._routes.order_receives(done, self._mine)
+        return list(post_receives_early(ordered, starts, self._routes.receive_windows(self._mine)))
 
     def _reduce_along_axis(self, action: Action) -> Action:
         if action.kind not in SCALAR_NBYTES:

@@ -195,7 +195,7 @@ class TensorParallel3D(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        bind_layers(runtime, self.layer_shardings(runtime.plan.sharding))
+        bind_layers(runtime, self.layer_shardings(runtime.state.plan.sharding))
         bind_local_heads(runtime, DEPTH_AXIS, self.axis)
         return {}
 

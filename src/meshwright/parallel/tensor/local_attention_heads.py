@@ -108,15 +108,15 @@ def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Patches modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
     sharded along `axes`.
     """
-    view = runtime.plan.view
+    view, patches = runtime.state.plan.view, runtime.state.patches
     index, ranks = view.plan.mesh.index(view.coordinate, axes), view.plan.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
     for number in view.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
-        runtime.patches.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
+        patches.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
     for portion in view.model_spec.per_head_inputs:
-        runtime.patches.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
+        patches.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 
 def _select_rows(

@@ -138,7 +138,7 @@ class TensorParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        view = runtime.plan.view
+        view = runtime.state.plan.view
         bind_layers(runtime, with_kv_row_selection(view, self.axis, self.layer_shardings(view.plan)))
         bind_local_heads(runtime, self.axis)
         return {}

@@ -158,7 +158,7 @@ class TensorParallel2D(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        bind_layers(runtime, self.layer_shardings(runtime.plan.sharding))
+        bind_layers(runtime, self.layer_shardings(runtime.state.plan.sharding))
         bind_local_heads(runtime, self.axis)
         return {}
 

@@ -157,10 +157,10 @@ class SequenceParallel(Strategy):
         return program.edit(lambda actions: self._insert_stream_comm(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        view = runtime.plan.view
+        view = runtime.state.plan.view
         bind_layers(runtime, self.layer_shardings(view.plan))
         for residual_flow, first, last in self._stream_borders(view):
-            runtime.patches.wrap_forward(
+            runtime.state.patches.wrap_forward(
                 residual_flow.block_call,
                 partial(_block_with_stream_comm, runtime, residual_flow, first, last),
             )

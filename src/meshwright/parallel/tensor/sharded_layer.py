@@ -202,7 +202,7 @@ def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding)
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Patches every layer to compute as its sharding says."""
-    view = runtime.plan.view
+    view = runtime.state.plan.view
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
         params_by_layer(view.param_shardings),
@@ -217,7 +217,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                 for axis in layer_sharding.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
-            runtime.patches.replace_forward(
+            runtime.state.patches.replace_forward(
                 call.name,
                 partial(_layer_forward, runtime, layer_sharding, leaves, came, sum_members.get(call.name)),
             )
@@ -230,7 +230,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                     dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
-        runtime.patches.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
+        runtime.state.patches.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def apply_redistribution(
         if redistribution.in_param_dtype or redistribution.at_least_float32
         else nullcontext()
     ):
-        return runtime.collectives.redistribute(
+        return runtime.state.collectives.redistribute(
             tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
         )
 
@@ -302,7 +302,7 @@ def _layer_forward(
     x = x if given is not x else apply_redistribution(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
-        held[leaf] = runtime.collectives.redistribute(held[leaf], axis, I, R)
+        held[leaf] = runtime.state.collectives.redistribute(held[leaf], axis, I, R)
     biases = [held["bias"]] if layer_sharding.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
@@ -318,7 +318,7 @@ def _layer_forward(
             compute(x),
             biases,
             layer_sharding.output_redistribution.dst,
-            runtime.plan.mesh.size(layer_sharding.output_redistribution.axis),
+            runtime.state.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
     if joint_sum_member is not None:
@@ -343,7 +343,7 @@ def _saved_for_backward(
     return (
         nullcontext()
         if move is None or not layer_sharding.regather
-        else runtime.collectives.redistribute_in_backward(given, move.axis, move.src, move.dst)
+        else runtime.state.collectives.redistribute_in_backward(given, move.axis, move.src, move.dst)
     )
 
 

@@ -119,7 +119,7 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        view = runtime.plan.view
+        view = runtime.state.plan.view
         layer_shardings = dict(self.layer_shardings(view.plan))
         whole = [param_sharding.param for param_sharding in view.plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}

@@ -1,13 +1,13 @@
-"""Lists known devices and their peak performance: manufacturer data in devices.csv, each line with its
+"""Lists known devices and their peak performance: published data in devices.csv, each line with its
 source.
 
 With it a speed can be given as a fraction of the peak (MFU, model FLOPs utilization), and a plan can be
 estimated before any device is rented. A device that is not in the table, every CPU among them, has no peak:
 then a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of
 its own host, `nic_rate` out of it, `host_link_rate` to the memory of its host: 16 lanes of the PCI Express
-generation of its data sheet (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900 GB/s,
-and nothing for a kind whose link is not certain. The disk and the memory of a host (`disk_rate`,
-`host_memory_rate`, for each device) are not the device's: a file gives them.
+generation that its source names (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900
+GB/s, and nothing for a kind for whose link no source was found. The disk and the memory of a host
+(`disk_rate`, `host_memory_rate`, for each device) are not the device's: a file gives them.
 """
 
 import csv
@@ -25,7 +25,7 @@ DTYPES = ("float16", "bfloat16", "float8", "float4", "float32")
 @dataclass(frozen=True)
 class DeviceSpec:
     """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, its number of
-    compute units, and the most power that it takes (`watts`, of its maker's data sheet; 0: unknown).
+    compute units, and the most power that it takes (`watts`; 0: no source was found).
 
     A rate of 0, or 0 devices per host, is unknown. `pattern` matches the name that its driver, or a results
     table, uses.

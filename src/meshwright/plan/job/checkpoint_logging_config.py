@@ -1,10 +1,8 @@
 """Defines the options of a run that change no result: its folder, checkpoints, trackers, timeouts."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import at_least, field_diagnostics, one_of
+from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.timeouts import WaitLimits
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -55,11 +53,3 @@ class RunConfig:
     shared_memory: bool = True
     hardware: str = ""
     cluster: str = ""
-
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in these options."""
-        yield from field_diagnostics(self, "run")
-        if self.trackers and not self.tracker_project.strip():
-            yield Diagnostic(
-                "no project is named", 'write tracker_project = "meshwright"', "run.tracker_project"
-            )

@@ -1,11 +1,9 @@
 """Defines where the data of a job come from."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import above, at_least, field_diagnostics, not_empty
+from meshwright.plan.job.field_constraints import above, at_least, not_empty
 
 DataFormat = Literal["auto", "text", "jsonl", "datasets"]
 BYTES = "bytes"  # the name of the tokenizer whose tokens are bytes; a folder of that name is ./bytes
@@ -73,22 +71,6 @@ class DataConfig:
         """Whether there is a source; a plan can be made before there is one."""
         return bool(self.source or self.mixture)
 
-    def diagnostics(self, *, is_needed: bool = True) -> Iterator[Diagnostic]:
-        """Yields every error in the data source by itself, the parts of a mixture included.
-
-        A source that is missing is an error if it `is_needed`.
-        """
-        yield from field_diagnostics(self, "data")
-        if is_needed and not self.is_named:
-            yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
-        for chat in dict.fromkeys(each.chat for each in (self, *self.mixture) if each.chat):
-            fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"
-            if self.tokenizer == BYTES:
-                text = f"conversations (chat = '{chat}') with bytes as tokens, which have no chat template"
-                yield Diagnostic(text, fix, "data.tokenizer")
-        if self.mixture:
-            yield from self._mixture_diagnostics()
-
     @property
     def reads_bytes(self) -> bool:
         """Whether tokens are bytes; "" stands for them where no model has a tokenizer of its own."""
@@ -111,20 +93,3 @@ class DataConfig:
             )
             for mixture_part in self.mixture
         )
-
-    def _mixture_diagnostics(self) -> Iterator[Diagnostic]:
-        single = DataConfig(
-            sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture
-        )
-        changed = [
-            item.name for item in fields(self) if getattr(self, item.name) != getattr(single, item.name)
-        ]
-        for name in changed:
-            fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
-            if name == "streaming":
-                fix = "read the parts from disk (streaming = false), or stream one source"
-            yield Diagnostic(f"{name} = {getattr(self, name)!r} together with a mixture", fix, f"data.{name}")
-        for i, mixture_part in enumerate(self.mixture):
-            if mixture_part.source in ("", "example"):
-                text = "the example batch in a mixture" if mixture_part.source else "no data is named"
-                yield Diagnostic(text, "name a file, a folder or a dataset", f"data.mixture.{i}.source")

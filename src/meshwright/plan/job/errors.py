@@ -75,6 +75,11 @@ def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
         raise PlanError.from_diagnostics(found)
 
 
+def diagnostics_in(table: str, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
+    """Returns those of `diagnostics` whose location is in `table` of a config."""
+    return [each for each in diagnostics if each.location.partition(".")[0] == table]
+
+
 def collect_diagnostics(
     diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object
 ) -> Result | None:

@@ -4,16 +4,17 @@
 
 `field_diagnostics` checks every field of a config and of the tables in it. The config reference states the
 same constraints. Without metadata, a field of a `Literal` type takes its words. None is allowed wherever the
-type allows it. What involves several fields is checked by the `diagnostics` method of the config.
+type allows it. What involves several fields is checked by `Job.diagnostics`.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from itertools import repeat
 from math import inf
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from meshwright.plan.job.errors import Diagnostic, suggest_choice
 
@@ -89,6 +90,25 @@ def field_diagnostics(config: Any, location: str) -> Iterator[Diagnostic]:
             yield from field_diagnostics(table, place) if is_dataclass(table) else ()
 
 
+def has_right_types(config: Any) -> bool:
+    """Returns whether every value in `config`, and in the tables in it, is of the type of its field."""
+    return all(_is_instance(getattr(config, item.name), item.type) for item in fields(config))
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if kind is Literal:
+        return isinstance(value, str)
+    if kind in (UnionType, Union):
+        return any(_is_instance(value, each) for each in args)
+    if kind is tuple:
+        hints = repeat(args[0]) if args[-1] is Ellipsis else args
+        return isinstance(value, tuple) and all(map(_is_instance, value, hints))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and (not is_dataclass(kind) or has_right_types(value))
+
+
 def with_valid_fields(config: Config) -> Config:
     """Returns `config` with the default, where there is one, in place of every wrong value, so that the rest
     can be checked.
@@ -127,13 +147,20 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
     if wrong_type is not None or constraint is None:
         return wrong_type
     for each in value if isinstance(value, tuple) else (value,):
-        if (item.type is int and not isinstance(each, int)) or not constraint.allows(each):
+        if not _is_allowed(item, constraint, each):
             given = f"{item.name} = {each!r}" if each is value else f"{item.name} contains {each!r}"
             number = "a whole number" if item.type is int else "a number"
             needed = constraint.needed.replace("number", number, 1)
             fix = constraint.fix or _fix(item, constraint, each, needed)
             return Diagnostic(f"{given}; needed is {needed}", fix, location)
     return None
+
+
+def _is_allowed(item: "Field[Any]", constraint: Constraint, value: Any) -> bool:
+    try:
+        return not (item.type is int and not isinstance(value, int)) and constraint.allows(value)
+    except TypeError:  # a value of another type in a tuple, which has no order
+        return False
 
 
 def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | None:
@@ -148,6 +175,8 @@ def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnosti
         float: ((int, float), "a number"),
         bool: ((bool,), "True or False"),
     }
+    if constraint_of(item) is None:
+        kinds[int] = ((int,), "a whole number")
     accepted, needed = kinds.get(plain, ((object,), ""))
     if isinstance(value, accepted) and not (plain is float and isinstance(value, bool)):
         return None

@@ -1,10 +1,6 @@
 """Defines where the model of a job and its initial weights come from."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from re import fullmatch
-
-from meshwright.plan.job.errors import Diagnostic
 
 
 @dataclass(frozen=True)
@@ -30,20 +26,3 @@ class ModelConfig:
     revision: str = ""
     skip: tuple[str, ...] = ()
     trust_remote_code: bool = False
-
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in the model source by itself."""
-        if not self.source:
-            fix = (
-                "set model.source to a transformers config (folder, .json file, hub id) or to file.py:factory"
-            )
-            yield Diagnostic("no model is named", fix, "model.source")
-        if self.skip and not self.weights:
-            text = f"skip = {list(self.skip)} without weights: every value is drawn from the seed"
-            yield Diagnostic(text, "set model.weights, or remove model.skip", "model.skip")
-        if self.trust_remote_code and not fullmatch("[0-9a-f]{40}", self.revision):
-            revision = f"the revision '{self.revision}', which can change" if self.revision else "no revision"
-            text = f"trust_remote_code with {revision}; needed is the commit whose code was looked at"
-            yield Diagnostic(
-                text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code"
-            )

@@ -11,7 +11,7 @@ thousand ranks cost as little as one. The ranks of a pipeline stage are a role (
 of the mesh may be one. In `waits`, `role/name` refers to an action of another role.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -216,16 +216,6 @@ class Program:
     """A list of actions per role; immutable, edited by functions that return a new program."""
 
     roles: tuple[Role, ...]
-
-    @classmethod
-    def from_dict(cls, actions_by_role: Mapping[str, Iterable[Action]]) -> "Program":
-        """Returns the program with these lists, each of one rank."""
-        return cls(
-            tuple(
-                Role(name, range(rank, rank + 1), tuple(actions))
-                for rank, (name, actions) in enumerate(actions_by_role.items())
-            )
-        )
 
     def actions(self, name: str) -> tuple[Action, ...]:
         """Returns the list of the role called `name`."""

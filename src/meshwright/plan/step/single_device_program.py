@@ -132,9 +132,6 @@ def stage_role_name(pp_rank: int) -> str:
     return f"pp{pp_rank}"
 
 
-FIRST_ROLE = stage_role_name(0)
-
-
 def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
     """Returns whether `action` computes the gradients of the activations of its block call: B, or of a split
     backward I; W if the input of the call needs no gradient, because W then has everything.

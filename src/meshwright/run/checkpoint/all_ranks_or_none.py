@@ -145,7 +145,7 @@ class RankConsensus:
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8).to(self.device)
         gathered = mine.new_empty(self.group.size * mine.numel())
         self.group.all_gather(gathered, mine, action=self.action).wait()
-        received = bytes(gathered.tolist())
+        received = gathered.cpu().numpy().tobytes()
         return [received[start : start + len(line)] for start in range(0, len(received), len(line))]
 
 

@@ -105,11 +105,18 @@ def save_tensors(
     fix = "hold the same tensors on every rank before saving"
     ranks.check_equal("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
     parts = WritePlan.from_ranks(tensors, ranks.gather("listing shares", lambda: list_shards(tensors)))
-    token = ranks.run(
-        "making the folder", lambda: _begin(path, step, parts.outline) if group.index == 0 else b""
-    )[0][:4]
-    partial = partial_folder(path, token.hex())
     names = [_file_name(index) for index in range(group.size)]
+
+    def manifest(files: Mapping[str, ShardFile]) -> Manifest:
+        return Manifest(step, parts.entries(names), dict(files), dict(meta))
+
+    def begin() -> bytes:
+        largest = {names[index]: ShardFile(MAX_NBYTES, "0" * 64) for index in parts.writer_indices()}
+        manifest(largest).dump()  # refuses what could not be read back before anything is written
+        return _begin(path, step, parts.outline)
+
+    token = ranks.run("making the folder", lambda: begin() if group.index == 0 else b"")[0][:4]
+    partial = partial_folder(path, token.hex())
     try:
         records = ranks.run(
             "writing", lambda: _write(partial / names[group.index], parts.local_tensors(tensors, group.index))
@@ -117,11 +124,7 @@ def save_tensors(
         files = {names[index]: _unpack(records[index]) for index in parts.writer_indices()}
         ranks.run(
             "publishing",
-            lambda: (
-                _publish(partial, path, Manifest(step, parts.entries(names), files, dict(meta)))
-                if group.index == 0
-                else b""
-            ),
+            lambda: _publish(partial, path, manifest(files)) if group.index == 0 else b"",
         )
     except CheckpointError:
         if group.index == 0 and partial.exists():

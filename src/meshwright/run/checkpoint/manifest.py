@@ -29,7 +29,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import PlanError, format_nbytes
 from meshwright.plan.job.file_format import CHECKPOINT
 from meshwright.run.config.toml_validation import SchemaCheck
 
@@ -130,16 +130,25 @@ class Manifest:
 
     def dump(self) -> str:
         """Returns the canonical JSON of this manifest, with its own sha256. Raises CheckpointError when
-        `meta` is not plain JSON.
+        `meta` is not plain JSON, and when the text is too long to be read back.
         """
         try:
-            return seal_json({**CHECKPOINT.header, **asdict(self)})
+            text = seal_json({**CHECKPOINT.header, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"meta is not plain JSON: {error}",
                 fix="pass numbers, strings, lists and dicts",
                 location="meta",
             ) from error
+        if len(text) > MAX_MANIFEST_NBYTES:
+            num_slices = sum(len(entry.slices) for entry in self.entries.values())
+            what = (
+                f"a manifest of {format_nbytes(len(text))}, of {num_slices:,} slices of {len(self.entries):,}"
+            )
+            what += f" tensors; {format_nbytes(MAX_MANIFEST_NBYTES)} can be read back"
+            fix = "shard over fewer ranks, with copies on the others (mesh.dp_replicate)"
+            raise CheckpointError(what, fix=fix, location=MANIFEST_FILE)
+        return text
 
     @classmethod
     def parse(cls, text: str) -> "Manifest":

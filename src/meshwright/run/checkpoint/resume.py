@@ -17,6 +17,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import (
+    BEST_FILE,
     best_step,
     list_step_folders,
     mark_best,
@@ -97,8 +98,8 @@ def resume(
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
     consensus = consensus_for_load(world, "the run does not resume")
-    if world.rank == 0:
-        best_step(folder)  # refuses a file of another version before a step is trained
+    # all ranks know of a file of another version before a step is trained
+    consensus.gather_or_raise(f"reading {BEST_FILE}", lambda: _check_best(folder))
     manifest = (
         _find_newest(folder, executor, consensus, notes)
         if step is None
@@ -128,6 +129,14 @@ def resume(
         (f"resumed from step {executor.steps_done}", *notes, *changes),
         saved.eval_history,
     )
+
+
+def _check_best(folder: Path) -> bytes:
+    try:
+        best_step(folder)
+    except PlanError as error:
+        raise CheckpointError.from_diagnostics(error.diagnostics) from error
+    return b""
 
 
 def check_checkpoints_usable(plan: Plan) -> None:

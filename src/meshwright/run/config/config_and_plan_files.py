@@ -41,6 +41,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, time
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -196,6 +197,11 @@ class PlanRequest:
     extra: dict[str, str] = field(default_factory=dict)
     cluster: str = ""
     strategy_diagnostics: tuple[Diagnostic, ...] = ()
+
+    @cached_property
+    def job_diagnostics(self) -> list[Diagnostic]:
+        """What is wrong with `job` and `run`; they may name no data."""
+        return self.job.diagnostics(self.run, needs_data=False)
 
 
 def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable) -> PlanRequest:

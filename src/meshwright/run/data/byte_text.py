@@ -45,7 +45,6 @@ class TextDataset(TokenDataset):
     """
 
     def __init__(self, source: DataConfig) -> None:
-        raise_diagnostics(source.diagnostics())
         root = Path(source.source)
         self.sequence, self.tokenizer = source.sequence, ByteTokenizer()
         self.files = list_files(source, DEFAULT_PATTERNS)

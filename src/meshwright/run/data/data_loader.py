@@ -202,7 +202,7 @@ def open_dataset(
     cache: Path | None = None,
     check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda tokenizer: (),
 ) -> Dataset:
-    """Returns the samples of `source`; tokens are kept in the folder `cache`.
+    """Returns the samples of a valid `source`; tokens are kept in the folder `cache`.
 
     Text files, read as bytes, and streams need no cache. `check_tokenizer` is called before anything is
     tokenized. Raises PlanError for samples that are missing, empty or broken, for a tokenizer that cannot be
@@ -210,7 +210,6 @@ def open_dataset(
     """
     if source.source == "example":
         return _example(source, example)
-    raise_diagnostics(source.diagnostics())
     tokenizer = make_tokenizer(source.tokenizer)
     diagnostics, parts = list(check_tokenizer(tokenizer)), []
     tokenizer_failed = bool(diagnostics)

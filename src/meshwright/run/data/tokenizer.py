@@ -11,6 +11,7 @@ vocabulary without a tokenizer is refused, because a model of 32,000 tokens woul
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ import transformers
 
 from meshwright.model.hf.tokenizer_files import fetch_tokenizer, own_tokenizer, pin_tokenizer
 from meshwright.plan.job.data_config import BYTES
-from meshwright.plan.job.errors import Diagnostic, PlanError
-from meshwright.plan.job.job import Job
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.job import Job, chat_diagnostics
 
 WHERE = "data.tokenizer"
 
@@ -126,7 +127,8 @@ def resolve_tokenizer(job: Job, vocab_size: int | None) -> str:
     """Returns the name of the tokenizer that `job` trains with; `vocab_size` is that of its model (None: not
     known).
 
-    Raises PlanError if the job names none, the model has none, and its vocabulary is larger than bytes.
+    Raises PlanError if the job names none, the model has none, and its vocabulary is larger than bytes or the
+    data are conversations.
     """
     named = job.data.tokenizer
     if named:
@@ -138,6 +140,7 @@ def resolve_tokenizer(job: Job, vocab_size: int | None) -> str:
         fix = 'name its tokenizer, a folder or a model on the hub: data.tokenizer = "owner/name"'
         fix += f'; to train on the {ByteTokenizer.vocab_size} bytes: data.tokenizer = "bytes"'
         raise PlanError(text, fix=fix, location=WHERE)
+    raise_diagnostics(chat_diagnostics(replace(job.data, tokenizer=BYTES)))
     return BYTES
 
 

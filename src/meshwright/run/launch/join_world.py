@@ -121,7 +121,7 @@ def _broadcast_text(world: World, text: str) -> str:
         letters = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     letters = letters.to(world.device)
     group.broadcast(letters, action="START").wait()
-    return bytes(letters.tolist()).decode("ascii")
+    return letters.cpu().numpy().tobytes().decode("ascii")
 
 
 def check_same_plan(world: World, plan: Plan, data_digest: str) -> None:
@@ -135,7 +135,7 @@ def check_same_plan(world: World, plan: Plan, data_digest: str) -> None:
     group = world.group(AXES)
     gathered = mine.new_empty(group.size * mine.numel())
     group.all_gather(gathered, mine, action="START").wait()
-    plans, data = gathered.view(group.size, 2, -1).unbind(1)
+    plans, data = gathered.cpu().view(group.size, 2, -1).unbind(1)
     for what, digests, fix in (
         ("another plan or [run]", plans, "start every rank with the same file and the same overrides"),
         ("other data", data, "give every host the same files, in the same order"),
