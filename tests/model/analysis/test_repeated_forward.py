@@ -11,9 +11,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.model.analysis.repeated_forward import MAX_RUNS, model_operations
+from meshwright.model.analysis.repeated_forward import MAX_RUNS
 from meshwright.plan.job.errors import PlanError
-from tests.model.recording.recorded_functions import record_function
 from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import Tiny, token_samples
 
@@ -141,15 +140,3 @@ def test_a_layer_drop_by_torch_is_refused_by_the_branch_and_its_setting_turns_it
     assert "is if dropout_probability < self.layerdrop:\n" in said
     assert "set the layer drop to 0 (in transformers' configs: layerdrop, " in said
     analyze(lambda: opt(0.0), batches(1)[0])
-
-
-def test_operations_have_the_parameters_and_constants_that_they_take():
-    module = nn.Linear(2, 2)
-
-    def run() -> torch.Tensor:
-        return module(torch.ones(1, 2)) * 3
-
-    operations = model_operations(record_function(run, module))
-    names = [(each.name, each.params, each.constants) for each in operations]
-    assert names[-2:] == [("linear", ("weight", "bias"), ()), ("mul", (), ("3",))]
-    assert {each.code.partition(" is ")[2] for each in operations} == {"return module(torch.ones(1, 2)) * 3"}

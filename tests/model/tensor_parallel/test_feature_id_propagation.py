@@ -46,14 +46,19 @@ def test_a_sum_ties_its_summands_and_ignores_no_feature():
     ties = FeatureTies()
     one = ties.tie_along(np.array([[0, 1], [2, NO_FEATURE]]), [1])
     assert one.tolist() == [[1], [2]]
-    assert component_labels(3, ties.tied_pairs).tolist() == [0, 0, 2]
+    assert component_labels(np.arange(3), ties.tied_pairs).tolist() == [0, 0, 2]
     ties.tie(one, np.array([[NO_FEATURE], [NO_FEATURE]]))
-    assert component_labels(3, ties.tied_pairs).tolist() == [0, 0, 2]
+    assert component_labels(np.arange(3), ties.tied_pairs).tolist() == [0, 0, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=40))
 def test_classes_are_the_connected_components_of_ties(pairs: list[tuple[int, int]]):
-    label = component_labels(20, [(np.array([a]), np.array([b])) for a, b in pairs])
+    both = [(np.array([a]), np.array([b])) for a, b in pairs]
+    label = component_labels(np.arange(20), both)
+    one_by_one = np.arange(20)
+    for pair in both:
+        one_by_one = component_labels(one_by_one, [pair])
+    assert one_by_one.tolist() == label.tolist()
     groups = [{i} for i in range(20)]
     for a, b in pairs:
         first, second = (next(group for group in groups if each in group) for each in (a, b))

@@ -59,6 +59,7 @@ from meshwright.model.trial.fake_tensor_forward import (
     param_block_calls,
 )
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
+from meshwright.model.trial.weight_slice_trial import RecordedBlocks
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec, block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
@@ -81,7 +82,8 @@ class AnalyzedModel:
     calls that call torch's attention, `num_captured` the number of tensors that leave blocks through each
     side channel, `unused_params` the trainable parameters that the trial did not use, `table_uses` the
     operations that couple all samples of a batch, and `untracked_write_lines` the source lines where glue may
-    write to memory that no hook sees. `constants` are passed to every forward.
+    write to memory that no hook sees. `constants` are passed to every forward. `equal_block_calls`
+    names, for a block call that computes the same as one before it, the first of these.
     """
 
     deferred_init: DeferredInit
@@ -99,6 +101,7 @@ class AnalyzedModel:
     table_uses: tuple[TableUse, ...] = ()
     untracked_write_lines: tuple[str, ...] = ()
     constants: Mapping[str, object] = field(default_factory=dict)
+    equal_block_calls: Mapping[str, str] = field(default_factory=dict)
 
     def for_example(self, example: Example) -> "AnalyzedModel":
         """Returns the analysis of the same model for batches like `example`, whose sequences have another
@@ -122,7 +125,13 @@ class AnalyzedModel:
             for of in (self.model_spec.inputs, self.model_spec.targets)
         )
         return find_sequence_info(
-            self.model_spec.block_calls, self.deferred_init, self.block_names, inputs, targets, self.loss
+            self.model_spec.block_calls,
+            self.deferred_init,
+            self.block_names,
+            inputs,
+            targets,
+            self.loss,
+            self.equal_block_calls,
         )
 
     @cached_property
@@ -227,15 +236,16 @@ def analyze(
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
-    run = partial(run_trials, plan, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
-    findings, trial, sites, outputs = run(names, whole_batch=other)
+    run = partial(run_trials, plan, module, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
+    findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
     # the forwards of the blocks are never called: the model calls their submodules
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
-        findings, trial, sites, outputs = run(names, whole_batch=other)
+        findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
     check_is_sum(loss, example_samples, trial.outputs)
-    try_splits = partial(try_splits_on_slices, plan, names, inputs)
+    recorded = RecordedBlocks(trial.recording, block_calls, findings.feature_flow)
+    try_splits = partial(try_splits_on_slices, plan, recorded, inputs)
     divisible = find_shardable_layers(module, findings, trial, layer_roles, roles, loss, try_splits)
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
@@ -265,6 +275,7 @@ def analyze(
         example_samples={key: value.detach() for key, value in example_samples.items()},
         table_uses=tuple(findings.table_uses),
         untracked_write_lines=tuple(findings.untracked_write_lines),
+        equal_block_calls=block_calls.equal_calls,
     )
 
 

@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
-from meshwright.model.analysis.repeated_forward import (
-    RepeatedForward,
-    model_operations,
-    same_but_for_batch_size,
-)
+from meshwright.model.analysis.repeated_forward import RepeatedForward, same_but_for_batch_size
 from meshwright.model.analysis.sharding_trials import get_blocks, repeat_samples
+from meshwright.model.blocks.recorded_block_calls import EqualBlocksOnce, RecordedBlockCalls
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.recording.forward_recording import Recording
+from meshwright.model.recording.model_operations import block_operations, model_operations
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
@@ -39,8 +37,8 @@ from meshwright.plan.model_spec.model_spec import BatchTensor
 
 Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5
-# findings, their trial, draw sites, and the outputs that the loss reads
-TrialResult = tuple[TrialFindings, RecordedTrial, DrawSites, tuple[BatchTensor, ...]]
+# findings, their trial, its block calls, draw sites, and the outputs that the loss reads
+TrialResult = tuple[TrialFindings, RecordedTrial, RecordedBlockCalls, DrawSites, tuple[BatchTensor, ...]]
 FindLossInputs = Callable[[RecordedTrial, RecordedTrial | None], tuple[BatchTensor, ...]]
 
 
@@ -58,6 +56,7 @@ def record_model(loaded_model: LoadedModel, block_names: tuple[str, ...], inputs
 
 def run_trials(
     plan: DeferredInit,
+    module: nn.Module,
     names: tuple[str, ...],
     inputs: Example,
     find_loss_inputs: FindLossInputs,
@@ -65,33 +64,44 @@ def run_trials(
     *,
     whole_batch: bool,
 ) -> TrialResult:
-    """Records a forward, and one of a fresh module on more samples.
+    """Records a forward of a module like `module`, and one of another on more samples.
 
     The second size separates the batch dim from other dims of the same size; it also shows whether the
-    forward computes the same when it runs again.
+    forward computes the same when it runs again. Of equal block calls only the first runs there, unless
+    graphs behind outputs are compared.
 
     Raises PlanError if the forward fails, or computes something else when it runs again.
     """
     first, trial, sites = _record_first(_repeated_forward(plan, inputs), names, inputs, layers)
+    located = list(block_operations(trial.recording))
+    block_calls = RecordedBlockCalls.read(trial.recording, located, get_blocks(module, names))
     draws, larger, sources = bool(sites.layouts), None, ()
-    needs_second = draws or whole_batch or any(graph.shapes for graph in trial.output_graphs)
+    has_graphs = whole_batch or any(graph.shapes for graph in trial.output_graphs)
+    needs_second = draws or has_graphs
     samples = {key: repeat_samples(value, SECOND_BATCH_SIZE) for key, value in inputs.items()}
     rng = StatelessRNG(seed=0, sites=sites)
+
+    def repeat(block_call: str, equal_call: str) -> None:
+        rng.enter_block(block_call)
+        rng.repeat_draws(equal_call)
+
+    once = EqualBlocksOnce({} if has_graphs or first.reads_values else block_calls.equal_calls, repeat)
+    record = partial(_record_trial, names, layers, rng, once)
     try:
-        larger, sources = replace(first, batch=samples).run(partial(_record_trial, names, layers, rng), rng)
+        larger, sources = replace(first, batch=samples).run(record, rng)
     except Exception as error:
         if needs_second:
             raise _as_trial_error(error, inputs, plan) from error
     if not first.reads_values and any(each.requires_grad for each in trial.recording.parameters.values()):
         check_outputs_need_grad(trial.outputs)
-    operations = model_operations(trial.recording)
+    compared = [operation for block_call, operation in located if block_call not in once.repeated]
     is_repeated = larger is not None and same_but_for_batch_size(
-        operations, model_operations(larger.recording), (PROBE_BATCH, SECOND_BATCH_SIZE)
+        compared, model_operations(larger.recording), (PROBE_BATCH, SECOND_BATCH_SIZE)
     )
     findings = read_trial(trial.recording)
     if sources or not is_repeated or (draws and first.reads_values):
-        findings.outside_generators = first.check(operations, draws=draws)
-    return findings, trial, sites, find_loss_inputs(trial, larger if needs_second else None)
+        findings.outside_generators = first.check([operation for _, operation in located], draws=draws)
+    return findings, trial, block_calls, sites, find_loss_inputs(trial, larger if needs_second else None)
 
 
 def _repeated_forward(plan: DeferredInit, inputs: Example) -> RepeatedForward:
@@ -104,7 +114,7 @@ def _record_first(
     """Records `forward` on fake tensors, or on real ones if it reads values: `reads_values` is then set."""
     rng = StatelessRNG(seed=0)
     try:
-        trial, _ = forward.run(partial(_record_trial, names, layers, rng), rng, seed=None)
+        trial, _ = forward.run(partial(_record_trial, names, layers, rng, None), rng, seed=None)
     except Exception as error:
         if forward.reads_values or isinstance(error, PlanError) or not depends_on_values(error):
             raise _as_trial_error(error, inputs, forward.deferred_init) from error
@@ -113,11 +123,18 @@ def _record_first(
 
 
 def _record_trial(
-    names: tuple[str, ...], layers: Mapping[str, str], rng: StatelessRNG, module: nn.Module, batch: Example
+    names: tuple[str, ...],
+    layers: Mapping[str, str],
+    rng: StatelessRNG,
+    once: EqualBlocksOnce | None,
+    module: nn.Module,
+    batch: Example,
 ) -> RecordedTrial:
     num_samples = len(next(iter(batch.values())))
     blocks, run = get_blocks(module, names), lambda: module(**batch)
-    return record_trial(module, blocks, rng.enter_block, run, layers, lambda: rng.num_draws, num_samples)
+    return record_trial(
+        module, blocks, rng.enter_block, run, layers, lambda: rng.num_draws, num_samples, once
+    )
 
 
 def _as_trial_error(error: Exception, inputs: Example, plan: DeferredInit) -> PlanError:

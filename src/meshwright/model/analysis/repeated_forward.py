@@ -18,13 +18,11 @@ Cost: one forward on fake tensors. Limits: numbers that reach no operation as a 
 inside of another library) are not seen; nor is a branch that is taken in less than one of some runs.
 """
 
-import linecache
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.model.analysis.sharding_trials import make_trial_module
 from meshwright.model.hf.model_from_config import use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
-from meshwright.model.recording.forward_recording import Opaque, Recording, TensorRecord
+from meshwright.model.recording.model_operations import Operation, model_operations
 from meshwright.model.recording.op_table import find_op
 from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.rng.stateless_dropout import record_draw_sites
@@ -55,26 +53,6 @@ LAYER_DROP_FIX = (
     "set the layer drop to 0 (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop); or "
     "multiply what a layer adds by the draw, without reading its value"
 )
-
-
-class Operation(NamedTuple):
-    """One call of a torch function by a model: file and line, name, the parameters and constants it takes."""
-
-    file: str
-    line: int
-    name: str
-    params: tuple[str, ...]
-    constants: tuple[str, ...]
-
-    @property
-    def code(self) -> str:
-        """The line of code that makes the call, with its place."""
-        return f"{Path(self.file).name}:{self.line} is {linecache.getline(self.file, self.line).strip()}"
-
-    @property
-    def title(self) -> str:
-        """The name of the function, with the parameters that it takes."""
-        return f"'{self.name}' of {', '.join(self.params)}" if self.params else f"'{self.name}'"
 
 
 @dataclass(frozen=True)
@@ -147,21 +125,6 @@ class RepeatedForward:
         return self.run(_run_operations, StatelessRNG(0, trial_draw=draw), seed)
 
 
-def model_operations(recording: Recording) -> list[Operation]:
-    """Returns the operations that the code of a model calls, those of the library left out."""
-    names = recording.parameter_names
-    found = []
-    for call in recording.calls():
-        if call.by_model:
-            leaves = list(_leaves((call.args, call.kwargs)))
-            params = tuple(
-                names[leaf.id] for leaf in leaves if isinstance(leaf, TensorRecord) and leaf.id in names
-            )
-            constants = tuple(_constant(leaf) for leaf in leaves if not isinstance(leaf, TensorRecord))
-            found.append(Operation(call.file, call.line, call.name, params, constants))
-    return found
-
-
 def same_but_for_batch_size(
     first: Sequence[Operation], second: Sequence[Operation], num_samples: tuple[int, int]
 ) -> bool:
@@ -197,28 +160,6 @@ def _run_operations(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> lis
     except Exception as error:
         failed = [Operation("", 0, type(error).__name__, (), (str(error),))]
     return model_operations(recorder.finish(None)) + failed
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
-
-
-def _constant(leaf: Any) -> str:
-    """Returns text that two constants share if they are equal; objects of other classes are taken as such."""
-    if isinstance(leaf, Opaque):
-        return leaf.text
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)):
-        return repr(leaf)
-    return type(leaf).__name__
 
 
 def _first_difference(first: list[Operation], second: list[Operation]) -> int | None:

@@ -26,7 +26,7 @@ from meshwright.model.sequence_analysis.analyze_sequence import (
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.model.trial.shardable_layers import ProposeSplits
-from meshwright.model.trial.weight_slice_trial import try_on_slices
+from meshwright.model.trial.weight_slice_trial import RecordedBlocks, try_on_slices
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.tensor_parallel_layers import SizeAttribute
 
@@ -34,7 +34,7 @@ Example = Mapping[str, torch.Tensor]
 
 
 def try_splits_on_slices(
-    deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example, propose: ProposeSplits
+    deferred_init: DeferredInit, recorded: RecordedBlocks, inputs: Example, propose: ProposeSplits
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
     """Returns the proposed splits that run on slices of fake weights, with the size attributes and notes they
     need.
@@ -52,9 +52,7 @@ def try_splits_on_slices(
         with mode, record_draw_sites(rng, PROBE_BATCH):
             yield lambda: module(**samples)
 
-    return try_on_slices(
-        propose, make_module, make_trial, () if block_names == (WHOLE_MODEL,) else block_names
-    )
+    return try_on_slices(propose, make_module, make_trial, recorded)
 
 
 def find_sequence_info(
@@ -64,8 +62,11 @@ def find_sequence_info(
     inputs: Example,
     targets: Example,
     loss: Loss,
+    equal_calls: Mapping[str, str],
 ) -> SequenceInfo | None:
     """Returns how the model treats the sequence dim; None if its inputs have no sequences.
+
+    `equal_calls` names the first equal block call of some.
 
     Glue that depends on the inputs alone (positions, masks) runs on real values: whether there is a mask at
     all may depend on them.
@@ -77,6 +78,7 @@ def find_sequence_info(
         deferred_init.instantiate(),
         make_trial_factory(deferred_init, block_names),
         loss,
+        equal_calls,
     )
 
 

@@ -7,6 +7,7 @@ split_backward            splits a block's backward into input gradients (I) and
 autograd_partition        which block call uses which parameter; tensors that bypass a block's outputs
 inplace_writes_in_glue    in-place writes in the code between blocks
 saved_activations         counts what autograd saves inside each block call
+recorded_block_calls      which block calls of a recording are equal, so that one of them runs in a trial
 batch_coupling            layers that couple the samples of a batch (batch norm, max_norm, buffers)
 user_checkpointing        torch.utils.checkpoint inside the model
 """

@@ -3,5 +3,6 @@
 forward_recording    what a recording holds: operations, torch calls, module calls, block calls, tensors
 record_forward       records a forward, with one function mode and one dispatch mode
 recording_json       saves a recording, and loads it, without pickle
+model_operations     the torch calls of the model's code, by which runs and block calls are compared
 op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """

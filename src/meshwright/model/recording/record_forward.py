@@ -155,6 +155,10 @@ class ForwardRecorder:
         """Names the block call that begins next."""
         self._pending_call, self._draws = block_call, 0
 
+    def describe(self, tensor: torch.Tensor) -> TensorRecord:
+        """Returns the record of `tensor` in the recording."""
+        return self._records.describe(tensor)
+
     def storage_number(self, tensor: torch.Tensor) -> int:
         """Returns the storage of `tensor` as it is numbered in the recording."""
         return self._records.storage_number(tensor)

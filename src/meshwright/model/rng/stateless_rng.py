@@ -152,6 +152,16 @@ class StatelessRNG:
         self._trial_batch = batch
         self.enter_block("")
 
+    def repeat_draws(self, block_call: str) -> None:
+        """Draws in a trial what `block_call` has drawn, as the current block call, which equals it."""
+        batch = self._trial_batch
+        while batch is not None and (site := f"{block_call}/{self._num_draws}") in self.sites.shapes:
+            samples, shape = self.sites.shapes[site]
+            if samples != batch:
+                return
+            self.sites.record(f"{self._block_call}/{self._num_draws}", shape, batch)
+            self._num_draws += 1
+
     def set_shardings(self, shardings: Mapping[str, tuple[DrawSharding, ...]]) -> None:
         """Sets, by site, the shardings of which this rank may have a slice; elsewhere it has everything."""
         self._shardings = {site: each for site, each in shardings.items() if each}

@@ -11,7 +11,8 @@ with all tokens on a single rank:
 
 If a block attends to something else, its inputs may still be tokens, such as image patches: the forward then
 runs once more and tokens start there (trial_lengths.py). A further forward with other lengths finds what is
-computed from the length.
+computed from the length. If glue gathers, that forward has more samples too, in another dtype, and tells
+which gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,14 +67,16 @@ def analyze_sequence(
     module: nn.Module,
     make_trial: TrialFactory,
     loss: Loss,
+    equal_calls: Mapping[str, str],
 ) -> SequenceInfo | None:
     """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
     takes any.
 
     `block_calls` are those of a full forward; `module` has the sizes of the model, and `make_trial(batch,
-    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss.
+    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss;
+    `equal_calls` names the first equal block call of some.
     """
-    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss)
+    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss, equal_calls)
     input_lengths = _sequence_lengths(inputs)
     whole, reason = trials.best_trace(input_lengths)
     planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
@@ -95,10 +98,13 @@ def analyze_sequence(
     )
     if whole is None:
         return found
-    block_infos = _check_other_lengths(whole, trials.other_traces(whole))
+    larger = trials.larger_trace(whole)
+    block_infos = _check_other_lengths(whole, [(larger, "")])
+    if larger is None or _reasons(block_infos) != _reasons(whole.block_calls.values()):
+        block_infos = _check_other_lengths(whole, trials.other_traces(whole))
     if len(lengths) == 1:
         block_infos = tuple(replace(each, input_num_tokens=(), output_num_tokens=()) for each in block_infos)
-    gathers, varying_reason = trials.find_gathers(whole)
+    gathers, varying_reason = _find_gathers(whole, larger)
     with_grad = {each.block_call for each in gathers if each.backward_calls}
     block_infos = tuple(
         each if each.block_call in with_grad else each.without_captured_grad() for each in block_infos
@@ -123,6 +129,7 @@ class _SequenceTrials:
     module: nn.Module
     make_trial: TrialFactory
     loss: Loss
+    equal_calls: Mapping[str, str]
 
     def best_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
         """Returns the trace of a forward on sequences of all `input_lengths`, or why there is none.
@@ -175,12 +182,12 @@ class _SequenceTrials:
             for attempt in range(NUM_TRIAL_LENGTHS)
         )
 
-    def find_gathers(self, whole: BlockTrace) -> tuple[tuple[GlueGather, ...], str]:
-        """Returns the tensors that ranks gather, found by a forward on more samples, and why they vary if
-        they do.
+    def larger_trace(self, whole: BlockTrace) -> BlockTrace | None:
+        """Returns the trace of a forward on more samples of other lengths, in float64; None if glue gathers
+        nothing.
         """
         if not whole.gathers.gathers:
-            return (), ""
+            return None
         others = (
             self._run(
                 whole.trial_lengths.input_lengths,
@@ -191,12 +198,7 @@ class _SequenceTrials:
             )[0]
             for attempt in range(NUM_TRIAL_LENGTHS)
         )
-        other = next(filter(None, others), None)
-        return compare_gathers(
-            whole.gathers.gathers,
-            None if other is None else other.gathers.gathers,
-            (PROBE_BATCH, LARGER_BATCH_SIZE),
-        )
+        return next(filter(None, others), None)
 
     def _run(
         self,
@@ -221,7 +223,13 @@ class _SequenceTrials:
             with silence_fake_errors(), self.make_trial({**inputs, **targets_cut}, count) as run:
                 loss = partial(self._loss, run.batch, targets)
                 trace = BlockTrace(
-                    run.module, run.blocks, run.on_block_call, run.fake_mode, sizes, frozenset(begins)
+                    run.module,
+                    run.blocks,
+                    run.on_block_call,
+                    run.fake_mode,
+                    sizes,
+                    frozenset(begins),
+                    self.equal_calls,
                 )
                 with trace.trace_blocks():
                     trace.run({key: run.batch[key] for key in inputs}, loss)
@@ -268,6 +276,18 @@ def _has_tokens(value: torch.Tensor, lengths: Collection[int]) -> bool:
 
 def _mixes_tokens(trace: BlockTrace) -> bool:
     return any(passing.not_sequence_parallel for passing in trace.block_calls.values())
+
+
+def _find_gathers(whole: BlockTrace, larger: BlockTrace | None) -> tuple[tuple[GlueGather, ...], str]:
+    """Returns the tensors that ranks gather, and why they vary if they do."""
+    if not whole.gathers.gathers:
+        return (), ""
+    other = None if larger is None else larger.gathers.gathers
+    return compare_gathers(whole.gathers.gathers, other, (PROBE_BATCH, LARGER_BATCH_SIZE))
+
+
+def _reasons(block_infos: Iterable[BlockSequenceInfo]) -> list[str]:
+    return [each.not_sequence_parallel for each in block_infos]
 
 
 def _check_other_lengths(

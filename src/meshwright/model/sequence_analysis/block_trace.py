@@ -2,7 +2,11 @@
 tokens.
 
 A block gets copies of the tensors of glue, so no other code holds them: a tensor of a block that reaches
-glue other than as an output is detected.
+glue other than as an output is detected. Of equal block calls the first is traced (equal_block_traces.py).
+
+Limit: this cannot be read off the recorded forward, which has other lengths, so it needs live tensors. Glue
+runs on tensors of which a rank has some tokens, and their class decides which operations gather; blocks run
+with the attention that a rank has.
 """
 
 from collections import Counter
@@ -45,6 +49,7 @@ from meshwright.model.sequence_analysis.block_input_token_dims import (
 )
 from meshwright.model.sequence_analysis.captured_tokens import find_captured_tokens
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
+from meshwright.model.sequence_analysis.equal_block_traces import BlockCallTrace, EqualBlockTraces
 from meshwright.model.sequence_analysis.glue_gather_trace import GatherTrace
 from meshwright.model.sequence_analysis.replicated_blocks import try_replicated, try_replicated_pooling
 from meshwright.model.sequence_analysis.token_rules import (
@@ -74,7 +79,7 @@ from meshwright.plan.model_spec.sequence_info import (
 @dataclass(eq=False)
 class BlockTrace(TorchFunctionMode):
     """Traces one forward of `module`, with the lengths `trial_lengths`; tokens also start in block calls
-    `starting_calls`.
+    `starting_calls`, and `equal_calls` names the first equal block call of some.
     """
 
     module: nn.Module
@@ -83,6 +88,7 @@ class BlockTrace(TorchFunctionMode):
     fake_mode: FakeTensorMode
     trial_lengths: TrialLengths
     starting_calls: Collection[str] = ()
+    equal_calls: Mapping[str, str] = field(default_factory=dict)
     block_calls: dict[str, BlockSequenceInfo] = field(default_factory=dict)
     attention_calls: list[AttentionSpec] = field(default_factory=list)
     conv_calls: list[ConvSpec] = field(default_factory=list)
@@ -99,6 +105,7 @@ class BlockTrace(TorchFunctionMode):
         self._gathered_tensors = GatheredTensors(SequenceShardedTensor)
         self.gathers = GatherTrace(self.trial_lengths)
         self._num_calls: Counter[str] = Counter()
+        self._traces = EqualBlockTraces(self.equal_calls)
 
     @property
     def prime_product(self) -> int:
@@ -235,9 +242,16 @@ class BlockTrace(TorchFunctionMode):
         arg_paths = tuple(slot for slot, _ in named_tensors((args, kwargs)))
         is_sharded = bool(find_sharded_tensors((args, kwargs)))
         block_inputs = self._enter_block(block_call, (args, kwargs), is_sharded=is_sharded)
+        key, original = (
+            self._trace_key(block_call, (args, kwargs), block_inputs),
+            tree_tensors((args, kwargs)),
+        )
         args, kwargs = replace_tensors((args, kwargs), block_inputs.replacements)
-        self._block_call, self._last_block_call, side_channels = block_call, block_call.name, capture_marks()
+        self._last_block_call, side_channels = block_call.name, capture_marks()
         self.on_block_call(block_call.name)
+        if (trace := self._traces.find(key, block_call.name)) is not None:
+            return self._repeat_block(trace, (args, kwargs))
+        self._block_call = block_call
         try:
             with self.fake_mode:
                 outputs = forward(*args, **kwargs)
@@ -265,7 +279,27 @@ class BlockTrace(TorchFunctionMode):
         passed_on = [outputs, [mark.added_tensors for mark in side_channels]]
         self.gathers.leave_block(block_call.name, passed_on, is_replicated=block_info.is_replicated)
         expose_captured(side_channels, local, self._planned_shard)
+        if not captured:
+            specs = self.attention_calls, self.conv_calls, self.ops.get(block_call.name, [])
+            values = original, (args, kwargs), outputs
+            self._traces.add(key, block_call, block_info, specs, values, self.token_layouts)
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
+
+    def _trace_key(self, block_call: TracedBlockCall, value: Any, block_inputs: BlockInputs) -> Any:
+        if block_call.name in self.starting_calls:
+            return None
+        return self._traces.key(block_call, value, block_inputs, self.token_layouts)
+
+    def _repeat_block(self, trace: BlockCallTrace, given: Any) -> Any:
+        """Returns the outputs of a block call that has the trace of an equal one."""
+        name = trace.block_call.name
+        self.attention_calls += trace.attention_calls
+        self.conv_calls += trace.conv_calls
+        if trace.ops:
+            self.ops[name] = trace.ops
+        outputs = trace.make_outputs(given, self.token_layouts, self.fake_mode)
+        self.gathers.leave_block(name, [outputs, []], is_replicated=False)
+        return self._wrap_outputs(trace.info, outputs, trace.block_call.module_num_tokens)
 
     def _enter_block(self, block_call: TracedBlockCall, inputs: Any, *, is_sharded: bool) -> BlockInputs:
         """Returns what is known of the inputs of a block call; `is_sharded`: some are sharded."""

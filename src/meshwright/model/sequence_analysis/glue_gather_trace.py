@@ -153,7 +153,7 @@ class GatherTrace:
         output_edges = grad_edges(to_local_tensors(outputs))
         with_gradient = set(output_edges)
         if loss is not None:
-            reached = _reachable_edges(grad_edges(loss), {node for node, _ in output_edges})
+            reached = reachable_edges(grad_edges(loss), {node for node, _ in output_edges})
             self._note_backward("", reached)
             with_gradient &= reached
         self._flow_back(
@@ -166,7 +166,7 @@ class GatherTrace:
             with_gradient,
         )
         for call_edges in reversed(self._block_calls):
-            reached_inside = _reachable_edges(
+            reached_inside = reachable_edges(
                 [per_sample for per_sample in call_edges.outputs if per_sample in with_gradient],
                 {node for _, (node, _) in call_edges.inputs},
             )
@@ -179,7 +179,7 @@ class GatherTrace:
             gather.grad_node = None
 
     def _flow_back(self, block_call: str, glue: Iterable[GradEdge], with_gradient: set[GradEdge]) -> None:
-        reached = _reachable_edges(
+        reached = reachable_edges(
             [per_sample for per_sample in glue if per_sample in with_gradient], self._output_nodes
         )
         self._note_backward(block_call, reached)
@@ -290,7 +290,8 @@ def grad_edges(value: Any) -> list[GradEdge]:
     ]
 
 
-def _reachable_edges(starts: Iterable[GradEdge], ends: Collection[GradNode]) -> set[GradEdge]:
+def reachable_edges(starts: Iterable[GradEdge], ends: Collection[GradNode]) -> set[GradEdge]:
+    """Returns the edges behind `starts` in the graph, which is followed up to the nodes `ends`."""
     reached = set(starts)
     pending, visited = [node for node, _ in reached], set[GradNode]()
     while pending:

@@ -85,8 +85,8 @@ class _GroupSearch:
     def __init__(self, flow: FeatureFlow, roles: Mapping[str, str], without: Collection[str]) -> None:
         self._flow, self._roles, self._excluded = flow, roles, without
         ties = flow.features.ties
-        self._unit_labels = component_labels(flow.num_features, [*ties.tied_pairs, *ties.used_pairs])
-        self._head_labels = component_labels(flow.num_features, ties.tied_pairs)
+        self._head_labels = component_labels(np.arange(flow.num_features), ties.tied_pairs)
+        self._unit_labels = component_labels(self._head_labels, ties.used_pairs)
         self._order = np.argsort(self._unit_labels, kind="stable")
         self._sorted = self._unit_labels[self._order]
         self._starts = np.array([node.first_feature for node in flow.nodes])

@@ -61,10 +61,13 @@ class FeatureTies:
         return numbers
 
 
-def component_labels(count: int, ties: Iterable[tuple[FeatureIds, FeatureIds]]) -> FeatureIds:
-    """Returns for each of `count` ids the smallest id that it is tied to."""
+def component_labels(labels: FeatureIds, ties: Iterable[tuple[FeatureIds, FeatureIds]]) -> FeatureIds:
+    """Returns for each id the smallest id that it is tied to, by `ties` and by those behind `labels`.
+
+    `labels` are such ids; without ties they are `np.arange(count)`.
+    """
     pairs = list(ties)
-    label = np.arange(count)
+    label = labels.copy()
     first = np.concatenate([pair[0] for pair in pairs]) if pairs else label[:0]
     second = np.concatenate([pair[1] for pair in pairs]) if pairs else label[:0]
     while (label[first] != label[second]).any():

@@ -9,19 +9,21 @@ depends on values is run once on real tensors.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshwright.model.blocks.autograd_partition import split_graph
 from meshwright.model.blocks.batch_coupling import BatchCoupling, TableUse
 from meshwright.model.blocks.block_forward_backward import (
     LARGER_BLOCK_FIX,
     BlockCall,
+    BlockInterceptor,
     ForwardDriver,
     ForwardPass,
 )
@@ -114,12 +116,13 @@ def record_trial(
     layers: Mapping[str, str] | None = None,
     count_draws: Callable[[], int] = lambda: 0,
     num_samples: int = PROBE_BATCH,
+    interceptor: BlockInterceptor | None = None,
 ) -> RecordedTrial:
     """Returns the recording of one training forward of `module`.
 
     `run_forward()` runs it on `num_samples` samples, and `on_block_call` is called with the name of each
     block call. `layers` (name -> role) are those whose uses are read one by one; `count_draws` returns the
-    draws of the block call so far.
+    draws of the block call so far; `interceptor` is called in place of each block.
 
     Raises PlanError for a tensor that bypasses the outputs of a block, and for gradients taken between
     blocks; errors of the forward itself pass through.
@@ -130,7 +133,7 @@ def record_trial(
         recorder = ForwardRecorder(
             module, blocks, num_samples, roles, kinds, count_draws, _refuse_gradients_in_glue
         )
-        return _record(recorder, on_block_call, run_forward, in_place=in_place)
+        return _record(recorder, on_block_call, run_forward, interceptor, in_place=in_place)
 
     try:
         return record(in_place=False)
@@ -144,6 +147,7 @@ def _record(
     recorder: ForwardRecorder,
     on_block_call: Callable[[str], None],
     run_forward: Callable[[], Any],
+    interceptor: BlockInterceptor | None,
     *,
     in_place: bool,
 ) -> RecordedTrial:
@@ -154,8 +158,10 @@ def _record(
     on_block_call("")
     with recorder.recording():
         driver = ForwardDriver(recorder.blocks, in_place=in_place)
+        intercepted = nullcontext() if interceptor is None else driver.use_interceptor(interceptor)
         try:
-            outputs, final_call, forward_pass = driver.forward(before_block, run_forward)
+            with intercepted:
+                outputs, final_call, forward_pass = driver.forward(before_block, run_forward)
         finally:
             driver.detach()
     graphs = output_graphs(outputs, forward_pass, final_call)
@@ -270,13 +276,13 @@ def make_fake(
     A parameter gets the dtype `dtype_of(first name)`; without `dtype_of` each keeps its own.
     """
     clear_fake_caches(module)
+    fakes = {
+        id(parameter): _empty_parameter(
+            parameter, mode, parameter.dtype if dtype_of is None else dtype_of(name), device
+        )
+        for name, parameter in module.named_parameters()
+    }
     with mode:
-        fakes = {
-            id(parameter): _empty_parameter(
-                parameter, parameter.dtype if dtype_of is None else dtype_of(name), device
-            )
-            for name, parameter in module.named_parameters()
-        }
         buffers = {id(buffer): make_fake_tensor(buffer, mode, device) for buffer in module.buffers()}
     for owner in module.modules():
         owner._parameters.update(
@@ -294,8 +300,14 @@ def make_fake_tensor(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.d
         return torch.empty_like(fake, device=device)
 
 
-def _empty_parameter(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), parameter.requires_grad)
+def _empty_parameter(
+    parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
+    """Returns a fake parameter like `parameter`, made without an operation: a third of the time."""
+    meta = torch.empty(parameter.shape, dtype=dtype, device="meta")
+    made: Any = FakeTensor(mode, meta, torch.device(device))
+    made._is_param = True  # what makes it an nn.Parameter, as for any class of tensors
+    return made.requires_grad_(parameter.requires_grad)
 
 
 def param_block_calls(

@@ -1,17 +1,23 @@
 """Checks a proposed split: runs the model on slices of fake weights, as the first of two ranks has them.
 
 Every layer gets weights of the size of a slice, modules get the local values of their size attributes, and
-blocks their part of per-head inputs. What does not run is given up, block after block, with a note: the
-layers of those blocks are not sharded.
+blocks their part of per-head inputs. One block of each kind runs, on inputs like the recorded ones, and must
+return outputs of the recorded shapes: then all that follows is as recorded. Otherwise the whole model runs,
+which tells what fails, or that all runs with other shapes (a table of the rank's heads that one block passes
+to the next). What does not run is given up, block after block, with a note: the layers of those blocks are
+not sharded.
+
+Whether code runs on other sizes than the recorded ones is no question to a recording: it needs live tensors,
+but only blocks, and of them one of each kind.
 
 A forward that hard-codes its number of heads may run all the same, and split the features into other heads.
 So the feature flow is traced here too, and the units of a slice must be those of the full tensor, as many as
 the rank has.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from typing import Any
@@ -21,6 +27,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
+from meshwright.model.blocks.discovery import WHOLE_MODEL
+from meshwright.model.blocks.recorded_block_calls import MadeTensors, RecordedBlockCall, RecordedBlockCalls
+from meshwright.model.recording.forward_recording import BlockEnd, Recording, tensor_records
 from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.tensor_parallel.colwise_rowwise_groups import NUM_ATTEMPTS, find_layer_groups
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
@@ -45,14 +54,63 @@ PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], objec
 ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 
 
+@dataclass(frozen=True)
+class RecordedBlocks:
+    """A recorded forward of the full weights: its block calls, and the feature flow that was read off it."""
+
+    recording: Recording
+    block_calls: RecordedBlockCalls
+    feature_flow: FeatureFlow
+
+    def are_separable(self, proposal: SplitProposal) -> bool:
+        """Returns whether blocks can run without the model: all layers of the proposal lie in them, and
+        nothing leaves them by side channels.
+        """
+        blocks = self.recording.blocks
+        inside = (
+            any(name == block or name.startswith(f"{block}.") for block in blocks) for name in proposal.roles
+        )
+        return WHOLE_MODEL not in blocks and not self.recording.boundaries.num_captured and all(inside)
+
+    def distinct_calls(
+        self, proposal: SplitProposal, numbers: Sequence[SizeAttribute]
+    ) -> dict[str, RecordedBlockCall]:
+        """Returns the first block call of each kind, on the slices of `proposal`."""
+        found: dict[object, str] = {}
+        for name in self.block_calls.calls:
+            block = block_of(name)
+            roles = _inside(block, proposal.roles)
+            splits = _inside(block, proposal.dim_splits)
+            sizes = [replace(each, module=rest) for each in numbers for rest in _inside(block, [each.module])]
+            heads = [replace(each, block="") for each in proposal.per_head_inputs if each.block == block]
+            same = self.block_calls.equal_calls.get(name, name)
+            found.setdefault((same, *map(repr, (roles, splits, sizes, heads))), name)
+        return {name: self.block_calls.calls[name] for name in found.values()}
+
+
+def _inside(block: str, by_name: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of modules in `block`, by their names there."""
+    prefix, values = f"{block}.", by_name if isinstance(by_name, Mapping) else dict.fromkeys(by_name)
+    return {
+        name.removeprefix(block): value
+        for name, value in values.items()
+        if name == block or name.startswith(prefix)
+    }
+
+
 def try_on_slices(
-    propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
+    propose: ProposeSplits,
+    make_module: MakeModule,
+    prepare: PrepareForward,
+    recorded: RecordedBlocks,
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
     """Returns the proposal that runs, the size attributes with which it does, and notes on what was given up.
 
     `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
-    returns the function that runs its forward, once everything is ready for that.
+    returns the function that runs its forward, once everything is ready for that. `recorded` is a forward of
+    the full weights.
     """
+    blocks = () if recorded.recording.blocks == (WHOLE_MODEL,) else recorded.recording.blocks
     without: frozenset[str] = frozenset()
     notes: list[str] = []
     while True:
@@ -63,6 +121,10 @@ def try_on_slices(
         for attempt in range(NUM_ATTEMPTS):
             module = make_module()
             numbers = proposal.size_attributes(module, attempt)
+            if recorded.are_separable(proposal):
+                if _blocks_run(module, proposal, numbers, prepare, recorded):
+                    return proposal, numbers, tuple(notes)
+                module = make_module()
             failure = _find_failure(module, proposal, numbers, prepare, blocks)
             if failure is None:
                 return proposal, numbers, tuple(notes)
@@ -77,13 +139,10 @@ def try_on_slices(
         notes.append(f"layers of {pattern} are not sharded, because it does not run on slices: {reason}")
 
 
-def _find_failure(
-    module: nn.Module,
-    proposal: SplitProposal,
-    numbers: Sequence[SizeAttribute],
-    ready: PrepareForward,
-    blocks: Sequence[str],
-) -> _Failure | None:
+def _prepare_slices(
+    module: nn.Module, proposal: SplitProposal, numbers: Sequence[SizeAttribute], blocks: Sequence[str]
+) -> ForwardRecorder:
+    """Makes `module` one of slices, in place; returns a recorder of its forwards."""
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
         owner = module.get_submodule(name)
@@ -94,11 +153,80 @@ def _find_failure(
         block = module.get_submodule(portion.block)
         block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
     block_modules = {name: module.get_submodule(name) for name in blocks}
-    recorder = ForwardRecorder(module, block_modules, 0, layer_kinds=traced_layer_kinds(module))
+    return ForwardRecorder(module, block_modules, 0, layer_kinds=traced_layer_kinds(module))
+
+
+def _blocks_run(
+    module: nn.Module,
+    proposal: SplitProposal,
+    numbers: Sequence[SizeAttribute],
+    ready: PrepareForward,
+    recorded: RecordedBlocks,
+) -> bool:
+    """Returns whether one block of each kind runs on slices, on recorded inputs, and returns outputs of the
+    recorded shapes.
+    """
+    recorder = _prepare_slices(module, proposal, numbers, recorded.recording.blocks)
+    flow, made = FeatureFlow(), MadeTensors()
+    try:
+        # the recorder must see dropout before its mask is drawn
+        with silence_fake_errors(), ready(module), recorder.recording():
+            for name, call in recorded.distinct_calls(proposal, numbers).items():
+                if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
+                    return False
+                args, kwargs = call.make_inputs(made)
+                recorder.begin_block_call(name)
+                outputs = recorder.blocks[block_of(name)](*args, **kwargs)
+                made.add_outputs(call.outputs, outputs)
+    except Exception:  # the whole model tells what fails
+        return False
+    recording = recorder.finish(None)
+    for event in recording.events:
+        if type(event) is BlockEnd:
+            full = recorded.block_calls.calls[event.block_call].outputs
+            if _shapes(event.results) != _shapes(full):
+                return False
+    return _unit_mismatch(flow.read(recording), proposal) is None
+
+
+def _know_inputs(
+    call: RecordedBlockCall,
+    made: MadeTensors,
+    full_flow: FeatureFlow,
+    flow: FeatureFlow,
+    recorder: ForwardRecorder,
+) -> bool:
+    """Notes in `flow` what `full_flow` knows of the inputs of a block call that no earlier one has made.
+
+    Returns whether that is all: features of a block that glue has changed are unknown.
+    """
+    for record in call.inputs:
+        if made.find(record) is not None:
+            continue
+        if full_flow.features.get(record) is not None:
+            return False
+        given = recorder.describe(made.replace(record))
+        if full_flow.features.is_known(record):
+            flow.features.set_constant(given, full_flow.features.varying_dims(record))
+    return True
+
+
+def _shapes(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(record.shape, record.dtype) for record in tensor_records(value)]
+
+
+def _find_failure(
+    module: nn.Module,
+    proposal: SplitProposal,
+    numbers: Sequence[SizeAttribute],
+    ready: PrepareForward,
+    blocks: Sequence[str],
+) -> _Failure | None:
+    recorder = _prepare_slices(module, proposal, numbers, blocks)
     try:
         # the recorder must see dropout before its mask is drawn
         with silence_fake_errors(), ready(module) as forward, recorder.recording():
-            driver = ForwardDriver(block_modules, cut_graph=False)
+            driver = ForwardDriver(recorder.blocks, cut_graph=False)
             driver.forward(recorder.begin_block_call, forward)
     except Exception as error:  # any failure is a result, reported in a note
         block = block_of(recorder.last_block_call)
