@@ -15,7 +15,6 @@ The aim is none; until then the claim is about the two reads that are left at th
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections import Counter, defaultdict
@@ -23,17 +22,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.cpp_extension import include_paths
 
 from benchmarks.data_parallel.small_llamas import Case, analyzed_model, random_samples
-from benchmarks.harness.result import ROOT, Result
+from benchmarks.harness.fake_cuda import run_with_fake_cuda
+from benchmarks.harness.result import Result
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.build_module import make_trained_module
@@ -47,7 +45,6 @@ from meshwright.verifier.message_trace import answer_reads
 NAME = "host_reads"
 CLAIM = "a training step without a guard reads the device three times, however many microbatches it has"
 LIMIT = 3
-GUARD = ROOT / "benchmarks" / "harness" / "noop_cuda.cpp"
 DEVICE = torch.device("cuda", 0)
 HALF = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")
 CASES = (
@@ -61,23 +58,9 @@ CASES = (
 )
 
 
-def compile_guard(folder: Path) -> Path:
-    """Returns the device guard as a library, which a process must load before torch."""
-    lib, torch_lib = folder / "libnoop_cuda.so", Path(torch.__file__).parent / "lib"
-    includes = [f"-I{path}" for path in include_paths()]
-    link = [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}"]
-    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", str(GUARD), "-o", str(lib), *includes, *link]
-    subprocess.run(command, check=True)
-    return lib
-
-
 def count_in_subprocess(names: Sequence[str] = ()) -> dict[str, dict[str, int]]:
     """Returns the reads of each case (or of `names` alone) by place, from a process with the guard."""
-    with TemporaryDirectory() as folder:
-        env = {**os.environ, "LD_PRELOAD": str(compile_guard(Path(folder)))}
-        command = [sys.executable, "-m", "benchmarks.models.host_reads", "--count", *names]
-        done = subprocess.run(command, check=True, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+    return json.loads(run_with_fake_cuda(["-m", "benchmarks.models.host_reads", "--count", *names]))
 
 
 class ReadCounter(TorchDispatchMode):

@@ -1,19 +1,18 @@
 """Forward graphs of an analyzed model: recorded per input shape, for training and for evaluation."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
+from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
 from meshwright.model.analysis.forward_graph_trace import (
     ForwardGraphCache,
     add_stage_boundaries,
     get_forward_graphs,
 )
 from meshwright.plan.job.errors import PlanError
-from tests.fake_cuda import run_with_fake_cuda
 from tests.model.block_backward import Chain, analyze_model
 from tests.model.pipeline.staged_model import X, chained
 
@@ -151,8 +150,9 @@ for device in ("cpu", "cuda"):
 """
 
 
-def test_values_between_stages_have_the_dtype_of_the_device_that_trains(tmp_path: Path):
-    assert run_with_fake_cuda(DTYPES_BY_DEVICE, tmp_path).splitlines() == [
+@pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())
+def test_values_between_stages_have_the_dtype_of_the_device_that_trains():
+    assert run_with_fake_cuda(["-c", DTYPES_BY_DEVICE]).splitlines() == [
         "cpu torch.bfloat16 bfloat16 False",
         "cpu torch.float32 float32 False",
         "cuda torch.bfloat16 float32 False",

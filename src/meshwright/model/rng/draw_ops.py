@@ -16,6 +16,7 @@ without Triton per chunk of 4 M elements.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -97,7 +98,12 @@ keep_mask, uniform = torch.ops.meshwright.keep_mask.default, torch.ops.meshwrigh
 
 def has_triton(device: torch.device) -> bool:
     """Returns whether draws on `device` are kernels of Triton."""
-    return device.type != "cpu" and find_spec("triton") is not None
+    return device.type != "cpu" and _triton_is_installed()
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def fill_eagerly(
