@@ -1,5 +1,6 @@
 """The commands that work on a config or plan file: plan, inspect, verify, train."""
 
+import os
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -181,7 +182,7 @@ def train(
         if rank_env is not None:
             received: list[int] = []
             result = command.train_rank(
-                rank_env, config, context.args, from_step, partial(stop_flag, received), console
+                rank_env, config, context.args, from_step, partial(stop_flag, received), console, os.environ
             )
             raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if result.stopped else 0)
         launcher = local_launcher(may_fork=bool(context.obj))

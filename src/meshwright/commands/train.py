@@ -1,7 +1,7 @@
 """`train`: starts the local ranks, or trains as one of them."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from meshwright.run.telemetry.callbacks import Callback, CallbackEvent
 from meshwright.run.telemetry.logs import log_sizes, rank_log, unshown_warnings
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.telemetry.trackers import TRACKERS, TrackerRun, open_trackers
+from meshwright.run.training.deterministic_kernels import deterministic_kernels
 from meshwright.run.training.sample_text import sample_text
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as train_loop
@@ -175,9 +176,10 @@ def train_rank(
     from_step: int | None,
     stop_flag: StopFlagContext,
     console: Console,
+    variables: MutableMapping[str, str],
 ) -> TrainResult:
     """Trains as one rank; rank 0 prints. `stop_flag` is entered for the steps: it yields a function that
-    says whether to stop.
+    says whether to stop. `variables` is the environment of this process.
     """
     with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
@@ -192,7 +194,8 @@ def train_rank(
             check_collectives=run.check_collectives,
             shared_memory=run.shared_memory,
         )
-        with joining as world, ExitStack() as stack:
+        kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
+        with kernels, joining as world, ExitStack() as stack:
             check_same_plan(world, plan, ready.dataset.digest)
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
                 claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))

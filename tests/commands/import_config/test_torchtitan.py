@@ -106,3 +106,8 @@ def test_ddp_computes_in_autocast_and_hsdp_replicates_shards(tmp_path: Path):
     hsdp = imported(tmp_path, "job.toml", "[parallelism]\ndata_parallel_replicate_degree = 2\n", devices=4)
     assert hsdp.document["mesh"] == {"dp_replicate": 2, "dp_shard": 2}
     assert hsdp.document["strategies"][-1]["replicate_axis"] == "dp_replicate"
+
+
+def test_deterministic_kernels_are_taken_over(tmp_path: Path):
+    asked = JOB + "[debug]\ndeterministic = true\n"
+    assert planned(tmp_path, "job.toml", asked, devices=4).run.deterministic

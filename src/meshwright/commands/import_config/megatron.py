@@ -85,6 +85,7 @@ RULES: dict[str, Rule] = {
     "tensorboard-dir": mapped("run.trackers"),
     "wandb-project": mapped("run.trackers", "run.tracker_project"),
     "num-workers": mapped("run.workers"),
+    "deterministic-mode": mapped("run.deterministic"),
     **ARCHITECTURE,
     **OTHER_RULES,
 }
@@ -327,6 +328,7 @@ def _write_run(config: Translation) -> None:
     config.map("save-interval", "run.save_every")
     config.map("eval-interval", "evaluate.every")
     config.map("num-workers", "run.workers")
+    config.map("deterministic-mode", "run.deterministic")
     if config.get("tokenizer-type") == "HuggingFaceTokenizer":
         config.map("tokenizer-model", "data.tokenizer")
     elif config.is_given("tokenizer-model"):

@@ -62,7 +62,7 @@ OTHER_RULES: dict[str, Rule] = {
         *("use-te-activation-func", "use-fused-weighted-squared-relu", "attention-softmax-in-fp32"),
         *("disable-bf16-reduced-precision-matmul", "enable-cuda-graph", "external-cuda-graph"),
         *("cuda-graph-scope", "cuda-graph-warmup-steps", "te-rng-tracker", "use-ring-exchange-p2p"),
-        *("no-clone-scatter-output-in-embedding", "onnx-safe", "deterministic-mode", "use-sharp"),
+        *("no-clone-scatter-output-in-embedding", "onnx-safe", "use-sharp"),
         *("disable-mamba-mem-eff-path", "use-transformer-engine-op-fuser", "no-gradient-reduce-div-fusion"),
         *("cuda-graph-impl", "cuda-graph-num-microbatches", "cuda-graph-retain-backward-graph"),
     ),

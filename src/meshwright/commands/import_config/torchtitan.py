@@ -119,8 +119,9 @@ RULES: dict[str, Rule] = {
     ),
     **dropped("torch.compile is not used: speed alone", "compile.backend", f"{P}enable_compiled_autograd"),
     **dropped("a setting of the Python process; results are the same", f"{T}gc_freq", f"{T}gc_debug"),
-    **dropped("the same plan gives the same bits, but for kernels of the device", f"{T}deterministic"),
-    **dropped("kernels of the device decide", "debug.deterministic", "debug.deterministic_warn_only"),
+    f"{T}deterministic": mapped("run.deterministic"),
+    "debug.deterministic": mapped("run.deterministic"),
+    **dropped("an operation without such a kernel raises an error", "debug.deterministic_warn_only"),
     **dropped("the optimizer's kernel: speed alone", "optimizer.implementation"),
     **dropped("nearest: num_overlap_chunks of tensor_parallel", f"{P}enable_async_tensor_parallel"),
     **dropped("the ring sends keys and values to the neighbour", f"{P}context_parallel_rotate_method"),
@@ -364,6 +365,8 @@ def _write_run(config: Translation) -> None:
     trackers = [name for name in ("tensorboard", "wandb") if config.get(f"metrics.enable_{name}", False)]
     if trackers:
         config.set("run.trackers", trackers)
+    for option in (f"{T}deterministic", "debug.deterministic"):
+        config.map(option, "run.deterministic")
     for key in ("init_s", "first_step_s"):
         config.map("comm.init_timeout_seconds", f"run.limits.{key}")
     config.map("comm.train_timeout_seconds", "run.limits.step_s")

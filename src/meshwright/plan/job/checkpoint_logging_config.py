@@ -33,6 +33,9 @@ class RunConfig:
     With `shared_memory`, CPU ranks of one host communicate through memory instead of sockets, if a C compiler
     is available. Turn it off to repeat, bit by bit, a run without it: beyond two ranks gloo adds in another
     order. It has no effect on GPUs.
+
+    With `deterministic`, `train` takes kernels on GPUs that give the same bits in each run of the same plan,
+    which may be slower; CPUs do so anyway.
     """
 
     folder: str = "runs/default"
@@ -51,5 +54,6 @@ class RunConfig:
     limits: WaitLimits = field(default_factory=WaitLimits)
     check_collectives: bool = False
     shared_memory: bool = True
+    deterministic: bool = False
     hardware: str = ""
     cluster: str = ""
