@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from meshwright.api import Trainer, parallelize
+from meshwright.comm.collectives.group import World
 from meshwright.commands.plan import (
     ResolvedRequest,
     predict_step,
@@ -186,22 +187,13 @@ def train_rank(
         plan = ready.plan
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
-        run = plan.run
-        joining = join_world(
-            rank_env,
-            plan.mesh,
-            run.limits,
-            check_collectives=run.check_collectives,
-            shared_memory=run.shared_memory,
-        )
-        kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
-        with kernels, joining as world, ExitStack() as stack:
+        with _join(rank_env, plan, variables) as world, ExitStack() as stack:
             check_same_plan(world, plan, ready.dataset.digest)
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
-                claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
+                claim = stack.enter_context(claim_on_rank_0(world, Path(plan.run.folder)))
                 progress.attempt_folder = claim.folder
                 if show:
-                    write_request(resolved[0], Path(run.folder) / PLAN_FILE)
+                    write_request(resolved[0], Path(plan.run.folder) / PLAN_FILE)
             engine = stack.enter_context(parallelize(ready.analyzed, plan, loss=ready.loss, world=world))
             stack.enter_context(engine.oom_advisor)
             batches = stack.enter_context(
@@ -242,6 +234,22 @@ def train_rank(
             if show:
                 _print_paths(ready, text, ended, console)
     return ended
+
+
+@contextmanager
+def _join(rank_env: RankEnv, plan: Plan, variables: MutableMapping[str, str]) -> Iterator[World]:
+    run = plan.run
+    with (
+        deterministic_kernels(variables) if run.deterministic else nullcontext(),
+        join_world(
+            rank_env,
+            plan.mesh,
+            run.limits,
+            check_collectives=run.check_collectives,
+            shared_memory=run.shared_memory,
+        ) as world,
+    ):
+        yield world
 
 
 @contextmanager

@@ -17,6 +17,7 @@ Source: torch 2.13, notes/randomness; NVIDIA cuBLAS 13, results reproducibility.
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -40,11 +41,12 @@ def deterministic_kernels(variables: MutableMapping[str, str]) -> Iterator[None]
         raise PlanError(text, fix=fix, location="environment")
     for name, value in VARIABLES.items():
         variables.setdefault(name, value)
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every buffer of ours is written before read
+    settings.fill_uninitialized_memory = False  # it costs a pass over every new tensor
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        settings.fill_uninitialized_memory = before[1]
