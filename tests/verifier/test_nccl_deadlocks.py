@@ -17,7 +17,12 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Transfer, with_waits
-from meshwright.verifier.nccl_deadlocks import NcclRule, check_evaluation, find_nccl_deadlocks
+from meshwright.verifier.nccl_deadlocks import (
+    NcclRule,
+    check_evaluation,
+    check_launch_blocking,
+    find_nccl_deadlocks,
+)
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import program_of
 from tests.tiny_model import Layer, Tiny, tiny_job, token_samples
@@ -134,9 +139,14 @@ def test_no_schedule_waits_for_ever(schedule: str, pp: int):
     assert made or (schedule, pp) == ("dualpipe", 3)  # which needs an even number of ranks
 
 
-def test_launches_that_block_are_safe_in_gpipe_and_not_in_1f1b():
-    assert list(find_nccl_deadlocks(pipelined("gpipe"), "every_call")) == []
-    assert len(list(find_nccl_deadlocks(pipelined("1f1b"), "every_call"))) == 2
+def test_launches_that_block_are_safe_in_naive_model_parallel_and_refused_in_1f1b():
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert list(check_launch_blocking(pipelined("naive_model_parallel"), blocking)) == []
+    (refusal,) = check_launch_blocking(pipelined("1f1b"), blocking)
+    assert "every message blocks its rank" in refusal.problem
+    assert "pp0 stops at" in refusal.problem
+    assert list(check_launch_blocking(pipelined("1f1b"), {"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    assert list(check_launch_blocking(pipelined("1f1b"), {})) == []
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"])

@@ -20,7 +20,7 @@ from meshwright.commands.plan import (
 )
 from meshwright.commands.predict import predict_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_summary
@@ -53,6 +53,7 @@ from meshwright.run.training.deterministic_kernels import deterministic_kernels
 from meshwright.run.training.sample_text import sample_text
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as train_loop
+from meshwright.verifier.nccl_deadlocks import check_launch_blocking
 
 
 @contextmanager
@@ -239,6 +240,8 @@ def train_rank(
 @contextmanager
 def _join(rank_env: RankEnv, plan: Plan, variables: MutableMapping[str, str]) -> Iterator[World]:
     run = plan.run
+    if torch.cuda.is_available():
+        raise_diagnostics(list(check_launch_blocking(plan, variables)))
     with (
         deterministic_kernels(variables) if run.deterministic else nullcontext(),
         join_world(

@@ -27,12 +27,14 @@ have come before it begins.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 from meshwright.engine.forward_backward.pipelined_eval_order import evaluation_program
 from meshwright.plan.event_loop import EventLoop
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action, Transfer
@@ -65,6 +67,19 @@ def find_nccl_deadlocks(plan: Plan, rule: NcclRule) -> Iterator[str]:
     check = _Check(plan, rule)
     check.run()
     yield from check.stopped() if check.is_stuck else check.stops_at_computations()
+
+
+def check_launch_blocking(plan: Plan, variables: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Yields a plan whose ranks would wait for each other for ever with CUDA_LAUNCH_BLOCKING=1."""
+    if variables.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0"):
+        return
+    for text in islice(find_nccl_deadlocks(plan, "every_call"), 1):
+        yield Diagnostic(
+            f"CUDA_LAUNCH_BLOCKING={variables['CUDA_LAUNCH_BLOCKING']}: every message blocks its rank until its "
+            f"peer is there, and in this schedule the peers wait for each other: {text}",
+            'unset it; or look for the error with mesh.pp = 1, or under schedule = "naive_model_parallel"',
+            "environment",
+        )
 
 
 def check_evaluation(plan: Plan) -> Iterator[str]:
