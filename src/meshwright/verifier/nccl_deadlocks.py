@@ -75,8 +75,8 @@ def check_launch_blocking(plan: Plan, variables: Mapping[str, str]) -> Iterator[
         return
     for text in islice(find_nccl_deadlocks(plan, "every_call"), 1):
         yield Diagnostic(
-            f"CUDA_LAUNCH_BLOCKING={variables['CUDA_LAUNCH_BLOCKING']}: every message blocks its rank until its "
-            f"peer is there, and in this schedule the peers wait for each other: {text}",
+            f"CUDA_LAUNCH_BLOCKING={variables['CUDA_LAUNCH_BLOCKING']}: every message blocks its rank until "
+            f"its peer is there, and in this schedule the peers wait for each other: {text}",
             'unset it; or look for the error with mesh.pp = 1, or under schedule = "naive_model_parallel"',
             "environment",
         )
