@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.data_parallel.small_llamas import Case, analyzed_model, random_samples
-from benchmarks.harness.fake_cuda import run_with_fake_cuda
+from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
@@ -145,6 +145,7 @@ def main() -> None:
     names = sys.argv[sys.argv.index("--count") + 1 :]
     cases = [case for case in CASES if not names or str(case) in names]
     print(json.dumps({str(case): count_reads(case) for case in cases}))
+    end_process()
 
 
 if __name__ == "__main__":

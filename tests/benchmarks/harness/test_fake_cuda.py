@@ -9,11 +9,13 @@ from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
 BACKWARD = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from benchmarks.harness.fake_cuda import end_process
 
 with FakeTensorMode():
     weight = torch.ones(3, device="cuda", requires_grad=True)
     (weight * 2).sum().backward()
     print(weight.grad.device)
+end_process()
 """
 
 pytestmark = pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())

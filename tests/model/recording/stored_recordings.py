@@ -14,6 +14,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -21,8 +22,8 @@ import benchmarks.models.custom_models as custom_models
 from benchmarks.models.head_families import ALL_HEADS
 from benchmarks.models.model_families import FAMILIES, SEQUENCE, Family
 from meshwright.api import analyze
-from meshwright.model.analysis.repeated_forward import model_operations
 from meshwright.model.recording.forward_recording import AtenOp, FunctionCall, Recording
+from meshwright.model.recording.model_operations import model_operations
 from meshwright.model.recording.recording_json import load_recording
 from meshwright.model.tensor_parallel.colwise_rowwise_groups import LayerGroup, find_layer_groups
 from meshwright.model.tensor_parallel.feature_id_propagation import component_labels
@@ -146,8 +147,8 @@ def _read_values(recording: Recording, found: TrialFindings) -> Reading:
 def _read_features(found: TrialFindings) -> Reading:
     flow = found.feature_flow
     ties = flow.features.ties
-    heads = component_labels(flow.num_features, ties.tied_pairs)
-    units = component_labels(flow.num_features, [*ties.tied_pairs, *ties.used_pairs])
+    heads = component_labels(np.arange(flow.num_features), ties.tied_pairs)
+    units = component_labels(np.arange(flow.num_features), [*ties.tied_pairs, *ties.used_pairs])
     nodes = [
         [each.name, each.kind, each.block_call, each.width, each.arg, each.input_features is not None]
         for each in flow.nodes
