@@ -71,7 +71,7 @@ class Case:
         plan = self.plan()
         yield "step", plan
         for num_forwards in FORWARDS:
-            program = evaluation_program(plan, num_forwards)
+            program = evaluation_program(plan.program, plan.sharding, num_forwards)
             yield f"evaluation of {num_forwards}", replace(plan, program=program)
 
 
@@ -90,7 +90,7 @@ def check(case: Case) -> Iterator[tuple[NcclRule, str, list[str]]]:
         return
     for name, plan in programs:
         for rule in NCCL_RULES:
-            yield rule, name, list(find_nccl_deadlocks(plan, rule))
+            yield rule, name, list(find_nccl_deadlocks(plan.program, plan.mesh, rule))
 
 
 def main() -> None:

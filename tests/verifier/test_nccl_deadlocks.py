@@ -13,7 +13,7 @@ from meshwright.parallel.pipeline import send_recv_insertion
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.receive_prefetch import ReceiveWindow
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Transfer, with_waits
@@ -51,6 +51,14 @@ def with_actions(actions: dict[str, list[Action]]) -> Plan:
     return replace(plan, program=program_of(actions))
 
 
+def deadlocks(plan: Plan, rule: NcclRule) -> Iterator[str]:
+    return find_nccl_deadlocks(plan.program, plan.mesh, rule)
+
+
+def launch_blocking(plan: Plan, variables: dict[str, str]) -> Iterator[Diagnostic]:
+    return check_launch_blocking(plan.program, plan.mesh, variables)
+
+
 def message(kind: str, subject: str, peer: int, *waits: str) -> Action:
     stream = "send" if kind == "SEND" else "recv"
     return Action(kind, subject, stream=stream, waits=waits, transfer=Transfer(stream, ("pp",), 8, peer=peer))
@@ -70,14 +78,14 @@ def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
         ]
 
     stuck = with_actions({"pp0": listed("x", "y", 1), "pp1": listed("y", "x", 0)})
-    assert list(find_nccl_deadlocks(stuck, "meet")) == [
+    assert list(deadlocks(stuck, "meet")) == [
         "pp0 stops at F() and waits forever for pp1 to begin its side of SEND(x)",
         "pp1 stops at F() and waits forever for pp0 to begin its side of SEND(y)",
     ]
     free = stuck.program.edit(
         lambda actions: [replace(action, waits=()) if action.kind == "F" else action for action in actions]
     )
-    assert list(find_nccl_deadlocks(replace(stuck, program=free), "meet")) == []
+    assert list(deadlocks(replace(stuck, program=free), "meet")) == []
 
 
 def test_a_receive_of_what_depends_on_the_next_computation_is_noticed():
@@ -96,12 +104,12 @@ def test_a_receive_of_what_depends_on_the_next_computation_is_noticed():
             ],
         }
     )
-    assert list(find_nccl_deadlocks(ahead, "meet")) == []
-    assert list(find_nccl_deadlocks(ahead, "synchronize")) == [
+    assert list(deadlocks(ahead, "meet")) == []
+    assert list(deadlocks(ahead, "synchronize")) == [
         "pp0 begins RECV(dx) before F(), on which it depends: whoever waits for the device in between waits "
         "forever"
     ]
-    assert len(list(find_nccl_deadlocks(ahead, "first_use"))) == 2
+    assert len(list(deadlocks(ahead, "first_use"))) == 2
 
 
 def test_collectives_of_stages_in_another_order_are_noticed():
@@ -111,9 +119,9 @@ def test_collectives_of_stages_in_another_order_are_noticed():
         return [each for one in sums for each in (one, Action(f"READ{one.kind}", waits=(one.name,)))]
 
     lists = {"pp0": listed((0, 1), (0, 2)), "pp1": listed((1, 2), (0, 1)), "pp2": listed((0, 2), (1, 2))}
-    assert len(list(find_nccl_deadlocks(with_actions(lists), "meet"))) == 3
+    assert len(list(deadlocks(with_actions(lists), "meet"))) == 3
     lists |= {"pp1": listed((0, 1), (1, 2))}
-    assert list(find_nccl_deadlocks(with_actions(lists), "meet")) == []
+    assert list(deadlocks(with_actions(lists), "meet")) == []
 
 
 # a communicator that is connected at its first message stops both its ranks
@@ -132,21 +140,23 @@ def test_no_schedule_waits_for_ever(schedule: str, pp: int):
         made += 1
         rules: tuple[NcclRule, ...] = ("synchronize", "first_use")
         for rule in rules[: 1 if (schedule, pp) in NEEDS_CONNECTED_PAIRS else 2]:
-            assert list(find_nccl_deadlocks(plan, rule)) == [], rule
+            assert list(deadlocks(plan, rule)) == [], rule
             for num_forwards in (1, 2, 5):
-                evaluation = replace(plan, program=evaluation_program(plan, num_forwards))
-                assert list(find_nccl_deadlocks(evaluation, rule)) == [], (rule, num_forwards)
+                evaluation = replace(
+                    plan, program=evaluation_program(plan.program, plan.sharding, num_forwards)
+                )
+                assert list(deadlocks(evaluation, rule)) == [], (rule, num_forwards)
     assert made or (schedule, pp) == ("dualpipe", 3)  # which needs an even number of ranks
 
 
 def test_launches_that_block_are_safe_in_naive_model_parallel_and_refused_in_1f1b():
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
-    assert list(check_launch_blocking(pipelined("naive_model_parallel"), blocking)) == []
-    (refusal,) = check_launch_blocking(pipelined("1f1b"), blocking)
+    assert list(launch_blocking(pipelined("naive_model_parallel"), blocking)) == []
+    (refusal,) = launch_blocking(pipelined("1f1b"), blocking)
     assert "every message blocks its rank" in refusal.problem
     assert "pp0 stops at" in refusal.problem
-    assert list(check_launch_blocking(pipelined("1f1b"), {"CUDA_LAUNCH_BLOCKING": "0"})) == []
-    assert list(check_launch_blocking(pipelined("1f1b"), {})) == []
+    assert list(launch_blocking(pipelined("1f1b"), {"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    assert list(launch_blocking(pipelined("1f1b"), {})) == []
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_v", "dualpipev"])
@@ -163,7 +173,8 @@ class _Anywhere(dict[str, ReceiveWindow]):
 
 def test_evaluations_that_post_every_receive_ahead_are_noticed(monkeypatch):
     monkeypatch.setattr(EvalOrder, "_send_time", lambda *_: 0)
-    texts = list(check_evaluation(pipelined("zb_v")))
+    plan = pipelined("zb_v")
+    texts = list(check_evaluation(plan.program, plan.sharding))
     assert texts
     assert all(text.startswith("in an evaluation of ") for text in texts)
 

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from meshwright.api import Trainer, parallelize
-from meshwright.comm.collectives.group import World
 from meshwright.commands.plan import (
     ResolvedRequest,
     predict_step,
@@ -188,7 +187,18 @@ def train_rank(
         plan = ready.plan
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
-        with _join(rank_env, plan, variables) as world, ExitStack() as stack:
+        run = plan.run
+        if torch.cuda.is_available():
+            raise_diagnostics(list(check_launch_blocking(plan.program, plan.mesh, variables)))
+        kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
+        joining = join_world(
+            rank_env,
+            plan.mesh,
+            run.limits,
+            check_collectives=run.check_collectives,
+            shared_memory=run.shared_memory,
+        )
+        with kernels, joining as world, ExitStack() as stack:
             check_same_plan(world, plan, ready.dataset.digest)
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
                 claim = stack.enter_context(claim_on_rank_0(world, Path(plan.run.folder)))
@@ -217,17 +227,8 @@ def train_rank(
                 mine = (_event_printer(console), *ready.callbacks) if show else ()
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*run_callbacks, *mine)
-                ended = train_loop(
-                    engine.executor,
-                    plan,
-                    batches,
-                    world,
-                    should_stop,
-                    heard,
-                    progress,
-                    evaluating,
-                    resumed.eval_history,
-                )
+                given = engine.executor, plan, batches, world, should_stop, heard, progress
+                ended = train_loop(*given, evaluating, resumed.eval_history)
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
@@ -235,24 +236,6 @@ def train_rank(
             if show:
                 _print_paths(ready, text, ended, console)
     return ended
-
-
-@contextmanager
-def _join(rank_env: RankEnv, plan: Plan, variables: MutableMapping[str, str]) -> Iterator[World]:
-    run = plan.run
-    if torch.cuda.is_available():
-        raise_diagnostics(list(check_launch_blocking(plan, variables)))
-    with (
-        deterministic_kernels(variables) if run.deterministic else nullcontext(),
-        join_world(
-            rank_env,
-            plan.mesh,
-            run.limits,
-            check_collectives=run.check_collectives,
-            shared_memory=run.shared_memory,
-        ) as world,
-    ):
-        yield world
 
 
 @contextmanager

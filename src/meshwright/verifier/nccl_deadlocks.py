@@ -28,16 +28,16 @@ have come before it begins.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
 from meshwright.engine.forward_backward.pipelined_eval_order import evaluation_program
 from meshwright.plan.event_loop import EventLoop
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import in_mesh_order
-from meshwright.plan.step.program import Action, Transfer
+from meshwright.plan.sharding.mesh import Mesh, in_mesh_order
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.program import Action, Program, Transfer
 
 NcclRule = Literal["meet", "first_use", "every_call", "synchronize"]
 NCCL_RULES: tuple[NcclRule, ...] = ("meet", "first_use", "every_call", "synchronize")
@@ -62,18 +62,18 @@ class _RoleState:
     needed: list[int] = field(default_factory=list)  # how far each role has come before the cursor
 
 
-def find_nccl_deadlocks(plan: Plan, rule: NcclRule) -> Iterator[str]:
+def find_nccl_deadlocks(program: Program, mesh: Mesh, rule: NcclRule) -> Iterator[str]:
     """Yields what waits for ever under `rule`, with the role and the action; nothing if the program ends."""
-    check = _Check(plan, rule)
+    check = _Check(program, mesh, rule)
     check.run()
     yield from check.stopped() if check.is_stuck else check.stops_at_computations()
 
 
-def check_launch_blocking(plan: Plan, variables: Mapping[str, str]) -> Iterator[Diagnostic]:
+def check_launch_blocking(program: Program, mesh: Mesh, variables: Mapping[str, str]) -> Iterator[Diagnostic]:
     """Yields a plan whose ranks would wait for each other for ever with CUDA_LAUNCH_BLOCKING=1."""
     if variables.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0"):
         return
-    for text in islice(find_nccl_deadlocks(plan, "every_call"), 1):
+    for text in islice(find_nccl_deadlocks(program, mesh, "every_call"), 1):
         yield Diagnostic(
             f"CUDA_LAUNCH_BLOCKING={variables['CUDA_LAUNCH_BLOCKING']}: every message blocks its rank until "
             f"its peer is there, and in this schedule the peers wait for each other: {text}",
@@ -82,19 +82,19 @@ def check_launch_blocking(plan: Plan, variables: Mapping[str, str]) -> Iterator[
         )
 
 
-def check_evaluation(plan: Plan) -> Iterator[str]:
+def check_evaluation(program: Program, sharding: ShardingPlan) -> Iterator[str]:
     """Yields what waits for ever in an evaluation of few forwards, and of more than there are stages."""
-    for num_forwards in (1, len(plan.sharding.stages) + 1) if plan.sharding.stages else ():
-        evaluation = replace(plan, program=evaluation_program(plan, num_forwards))
-        for text in find_nccl_deadlocks(evaluation, "synchronize"):
+    for num_forwards in (1, len(sharding.stages) + 1) if sharding.stages else ():
+        evaluation = evaluation_program(program, sharding, num_forwards)
+        for text in find_nccl_deadlocks(evaluation, sharding.mesh, "synchronize"):
             yield f"in an evaluation of {num_forwards} forwards, {text}"
 
 
 class _Check:
-    def __init__(self, plan: Plan, rule: NcclRule) -> None:
-        self._rule, roles = rule, plan.program.roles
+    def __init__(self, program: Program, mesh: Mesh, rule: NcclRule) -> None:
+        self._rule, roles = rule, program.roles
         self._members: dict[_Message, frozenset[int]] = {}
-        self._roles = [self._read_role(plan, number) for number in range(len(roles))]
+        self._roles = [self._read_role(program, mesh, number) for number in range(len(roles))]
         self._loop = EventLoop[tuple[int, _Message]](len(roles))
 
         self._needed: dict[tuple[int, _Message], list[int]] = {}
@@ -189,18 +189,18 @@ class _Check:
         index = next(index for index, messages in enumerate(role.messages) if message in messages)
         return f"side of {role.actions[index].name}"
 
-    def _read_role(self, plan: Plan, number: int) -> _RoleState:
-        roles = plan.program.roles
+    def _read_role(self, program: Program, mesh: Mesh, number: int) -> _RoleState:
+        roles = program.roles
         role, sent, by_name = roles[number], defaultdict[tuple[object, ...], int](int), {}
         role_of = {rank: index for index, each in enumerate(roles) for rank in each.ranks}
         messages: list[list[_Message]] = []
         for action in role.actions:
             own: list[_Message] = []
             for transfer in action.transfers if action.starts_work else ():
-                ranks = transfer.member_ranks(plan.mesh, role.ranks[0])
+                ranks = transfer.member_ranks(mesh, role.ranks[0])
                 members = frozenset(role_of[rank] for rank in ranks if rank in role_of)
                 if len(members) > 1:
-                    key = _communicator(plan, action, transfer, ranks)
+                    key = _communicator(action, transfer, ranks)
                     message = _Message(key, sent[key])
                     sent[key] += 1
                     self._members[message] = members
@@ -213,7 +213,7 @@ class _Check:
         return _RoleState(role.name, role.actions, messages, awaited, needed=[0] * len(roles))
 
 
-def _communicator(plan: Plan, action: Action, transfer: Transfer, ranks: Sequence[int]) -> tuple[object, ...]:
+def _communicator(action: Action, transfer: Transfer, ranks: Sequence[int]) -> tuple[object, ...]:
     """Returns what tells apart the communicators of NCCL: each direction of a pair has one of its own."""
     if transfer.peer is None:
         return in_mesh_order(transfer.axes), tuple(ranks)

@@ -55,8 +55,8 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
-    found += [("program", text) for text in find_nccl_deadlocks(plan, "synchronize")]
-    found += [("evaluation", text) for text in check_evaluation(plan)]
+    found += [("program", text) for text in find_nccl_deadlocks(program, plan.mesh, "synchronize")]
+    found += [("evaluation", text) for text in check_evaluation(program, plan.sharding)]
     try:
         simulate(program)
     except SimulationDeadlock as stuck:

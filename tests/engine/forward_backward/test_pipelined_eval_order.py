@@ -80,7 +80,7 @@ def test_a_receive_of_what_needs_the_next_run_is_posted_behind_it():
 
 def test_the_program_of_an_evaluation_states_every_message_on_both_sides():
     plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
-    first, second, third = evaluation_program(plan, 2).roles
+    first, second, third = evaluation_program(plan.program, plan.sharding, 2).roles
     kinds = [[action.kind for action in role.actions] for role in (first, second, third)]
     assert kinds[0] == ["F", "SEND"] * 2
     assert sorted(kinds[1]) == ["F", "F", "RECV", "RECV", "SEND", "SEND"]

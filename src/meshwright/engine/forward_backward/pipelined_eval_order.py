@@ -20,7 +20,6 @@ from itertools import count
 from typing import Literal
 
 from meshwright.plan.model_spec.stage_transfers import StageTransfer, stage_transfers
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Role, Transfer
 from meshwright.plan.step.single_device_program import stage_role_name
@@ -137,15 +136,15 @@ class EvalOrder:
             yield replace(run, kind="end")
 
 
-def evaluation_program(plan: Plan, num_forwards: int) -> Program:
-    """Returns what each pipeline rank of `plan` does in an evaluation of so many forwards, for checks."""
-    ranks = stage_ranks(plan.sharding)
-    transfers = list(stage_transfers(plan.sharding.stages, ranks))
+def evaluation_program(step: Program, sharding: ShardingPlan, num_forwards: int) -> Program:
+    """Returns what the pipeline ranks of `step` do in an evaluation of so many forwards, for checks."""
+    ranks = stage_ranks(sharding)
+    transfers = list(stage_transfers(sharding.stages, ranks))
     order = EvalOrder(ranks, lambda number: number < num_forwards, lambda _: transfers)
     return Program(
         tuple(
             Role(role.name, role.ranks, tuple(_actions(order, ranks, pp_rank)))
-            for pp_rank, role in enumerate(plan.program.roles[: plan.mesh.pp])
+            for pp_rank, role in enumerate(step.roles[: sharding.mesh.pp])
         )
     )
 
