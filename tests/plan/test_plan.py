@@ -191,7 +191,7 @@ def test_options_outside_of_training_are_not_in_the_hash():
         other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2
     )
     other = replace(other, limits=WaitLimits(step_s=5), check_collectives=True, shared_memory=False)
-    other = replace(other, hardware="h100", cluster="cluster.toml")
+    other = replace(other, deterministic=True, hardware="h100", cluster="cluster.toml")
     assert all(vars(other)[item.name] != vars(RunConfig())[item.name] for item in fields(RunConfig))
     assert Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, 0, other).hash == plan().hash
 
