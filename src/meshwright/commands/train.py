@@ -201,10 +201,10 @@ def train_rank(
         with kernels, joining as world, ExitStack() as stack:
             check_same_plan(world, plan, ready.dataset.digest)
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
-                claim = stack.enter_context(claim_on_rank_0(world, Path(plan.run.folder)))
+                claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
                 progress.attempt_folder = claim.folder
                 if show:
-                    write_request(resolved[0], Path(plan.run.folder) / PLAN_FILE)
+                    write_request(resolved[0], Path(run.folder) / PLAN_FILE)
             engine = stack.enter_context(parallelize(ready.analyzed, plan, loss=ready.loss, world=world))
             stack.enter_context(engine.oom_advisor)
             batches = stack.enter_context(

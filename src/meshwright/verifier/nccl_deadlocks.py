@@ -30,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.engine.forward_backward.pipelined_eval_order import evaluation_program
 from meshwright.plan.event_loop import EventLoop
@@ -40,7 +40,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
 
 NcclRule = Literal["meet", "first_use", "every_call", "synchronize"]
-NCCL_RULES: tuple[NcclRule, ...] = ("meet", "first_use", "every_call", "synchronize")
+NCCL_RULES: tuple[NcclRule, ...] = get_args(NcclRule)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """Reads of the device in a step, counted on fake CUDA tensors in a process of its own."""
 
-from shutil import which
-
 import pytest
 
+from benchmarks.harness.fake_cuda import why_no_fake_cuda
 from benchmarks.models import host_reads
 
 
+@pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())
 def test_a_step_reads_the_device_three_times_however_many_microbatches_it_has():
-    if which("g++") is None:
-        pytest.skip("there is no g++ to compile the device guard")
     cases = [str(host_reads.CASES[1]), str(host_reads.CASES[2]), str(host_reads.CASES[4])]
     found = host_reads.count_in_subprocess(cases)
     assert list(found) == cases

@@ -20,7 +20,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -139,51 +138,71 @@ class EqualBlocksOnce:
             self.on_repeat(block_call, first)
             self.repeated.add(block_call)
             inputs = tree_tensors((args, kwargs))
-            return map_leaves(known_outputs, lambda leaf: leaf(inputs) if type(leaf) is partial else leaf)
-        numbers = {id(each): number for number, each in enumerate(tree_tensors((args, kwargs)))}
+            return map_leaves(
+                known_outputs,
+                lambda leaf: leaf.find_or_make(inputs) if isinstance(leaf, OutputTensor) else leaf,
+            )
+        numbers = input_numbers((args, kwargs))
         outputs = run(*args, **kwargs)
         if first == block_call:
-            self._finished[block_call] = given, map_leaves(outputs, partial(_maker, numbers))
+            self._finished[block_call] = (
+                given,
+                map_leaves(
+                    outputs,
+                    lambda leaf: OutputTensor(leaf, numbers) if isinstance(leaf, torch.Tensor) else leaf,
+                ),
+            )
         return outputs
 
 
-def _maker(numbers: Mapping[int, int], leaf: Any) -> Any:
-    """Returns a function that makes an output like `leaf` from the inputs, of which `numbers` are known by
-    id.
+class OutputTensor:
+    """What a tensor that a block call returned is like: which of its inputs it is (-1: a new one), shape,
+    stride, dtype, and whether it needs a gradient. It does not keep the tensor alive.
     """
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if id(leaf) in numbers:
-        return partial(_input, numbers[id(leaf)])
-    return partial(_new_tensor, leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+
+    def __init__(self, tensor: torch.Tensor, input_numbers: Mapping[int, int]) -> None:
+        self.input_number = input_numbers.get(id(tensor), -1)
+        self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self.needs_grad = tensor.requires_grad
+
+    def make(self) -> torch.Tensor:
+        """Returns a new tensor like it, without a gradient."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def find_or_make(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns the input that it is, or a new tensor like it."""
+        if self.input_number >= 0:
+            return inputs[self.input_number]
+        return self.make().requires_grad_(self.needs_grad)
 
 
-def _input(number: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    return inputs[number]
+def input_numbers(given: Any) -> dict[int, int]:
+    """Returns the number of each tensor in the arguments `given`, by its id; the first of equal ones."""
+    return {id(each): number for number, each in reversed([*enumerate(tree_tensors(given))])}
 
 
-def _new_tensor(
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    needs_grad: bool,
-    inputs: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype).requires_grad_(needs_grad)
-
-
-def _live_signature(value: Any) -> Any:
-    seen: dict[int, int] = {}
-    paths = tuple(path for path, _ in named_tensors(value))
+def call_signature(given: Any, tensor_signature: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns what equal arguments share: structure, constants, and `tensor_signature` of each tensor."""
+    paths = tuple(path for path, _ in named_tensors(given))
     leaves = tuple(
-        (seen.setdefault(id(leaf), len(seen)), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad)
+        tensor_signature(leaf)
         if isinstance(leaf, torch.Tensor)
         else repr(leaf)
-        if isinstance(leaf, _CONSTANTS)
+        if isinstance(leaf, (*_CONSTANTS, torch.device))
         else id(leaf)
-        for leaf in value_leaves(value)
+        for leaf in value_leaves(given)
     )
     return paths, leaves
+
+
+def _live_signature(given: Any) -> Any:
+    seen: dict[int, int] = {}
+
+    def tensor_signature(tensor: torch.Tensor) -> Any:
+        number = seen.setdefault(id(tensor), len(seen))
+        return number, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+    return call_signature(given, tensor_signature)
 
 
 def _view_key(record: TensorRecord) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from meshwright.model.blocks.recorded_block_calls import OutputTensor, call_signature, input_numbers
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
 from meshwright.model.sequence_analysis.block_input_token_dims import BlockInputs, TracedBlockCall
 from meshwright.model.sequence_analysis.glue_gather_trace import grad_edge, reachable_edges
@@ -22,26 +23,10 @@ from meshwright.model.sequence_analysis.token_rules import TokenLayout, TokenLay
 from meshwright.model.sequence_analysis.trial_lengths import ComputedOp
 from meshwright.model.tensors.pytree import (
     map_leaves,
-    named_tensors,
     tree_tensors,
-    value_leaves,
 )
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, ConvSpec
-
-_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class _OutputTensor:
-    """A tensor that a block call returned: which of its inputs it is (-1: a new one), or what it is like."""
-
-    input_number: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    needs_grad: bool
-    layout: TokenLayout | None
 
 
 @dataclass(eq=False)
@@ -55,7 +40,8 @@ class BlockCallTrace:
     ops: list[ComputedOp]
     given: Any  # keeps its tensors alive, by whose ids it is found
     outputs: Any
-    tensors: list[_OutputTensor]
+    tensors: list[OutputTensor]
+    layouts: list[TokenLayout | None]  # of these tensors
     sources: list[int]  # inputs to which the graphs of new outputs lead
 
     def for_call(self, name: str) -> "BlockCallTrace":
@@ -102,17 +88,17 @@ class BlockCallTrace:
             tensors = [
                 inputs[each.input_number] if each.input_number >= 0 else next(made) for each in self.tensors
             ]
-        for tensor, each in zip(tensors, self.tensors, strict=True):
-            if each.layout is not None and each.input_number < 0:
-                layouts[tensor] = each.layout
+        for tensor, each, layout in zip(tensors, self.tensors, self.layouts, strict=True):
+            if layout is not None and each.input_number < 0:
+                layouts[tensor] = layout
         order = iter(tensors)
         return map_leaves(self.outputs, lambda leaf: next(order) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 class _NewOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Sequence[_OutputTensor], *roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = tuple(torch.empty_strided(each.shape, each.stride, dtype=each.dtype) for each in outputs)
+    def forward(ctx: Any, outputs: Sequence[OutputTensor], *roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = tuple(each.make() for each in outputs)
         ctx.mark_non_differentiable(
             *(tensor for tensor, each in zip(made, outputs, strict=True) if not each.needs_grad)
         )
@@ -137,14 +123,9 @@ class EqualBlockTraces:
         if block_call.not_sequence_parallel or first not in self._firsts:
             return None
         seen: dict[int, int] = {}
-        tensors = [self._tensor_key(each, seen, block_inputs, layouts) for each in tree_tensors(value)]
-        constants = tuple(
-            repr(leaf) if isinstance(leaf, _CONSTANTS) else id(leaf)
-            for leaf in value_leaves(value)
-            if not isinstance(leaf, torch.Tensor)
+        return first, call_signature(
+            value, lambda tensor: self._tensor_key(tensor, seen, block_inputs, layouts)
         )
-        paths = tuple(path for path, _ in named_tensors(value))
-        return first, paths, tuple(tensors), constants
 
     def find(self, key: Any, name: str) -> BlockCallTrace | None:
         """Returns the trace of the block call `name` if that of an equal one is known."""
@@ -168,18 +149,8 @@ class EqualBlockTraces:
         if key is None or info.not_sequence_parallel or info.is_replicated or block_call.attends_elsewhere:
             return
         original, given, outputs = values
-        inputs = {id(each): number for number, each in reversed([*enumerate(tree_tensors(given))])}
-        tensors = [
-            _OutputTensor(
-                inputs.get(id(each), -1),
-                each.shape,
-                each.stride(),
-                each.dtype,
-                each.requires_grad,
-                layouts.get(each),
-            )
-            for each in tree_tensors(outputs)
-        ]
+        numbers = input_numbers(given)
+        tensors = [OutputTensor(each, numbers) for each in tree_tensors(outputs)]
         sources = _sources(
             tree_tensors(given),
             [
@@ -200,6 +171,7 @@ class EqualBlockTraces:
             (original, given),
             outputs,
             tensors,
+            [layouts.get(each) for each in tree_tensors(outputs)],
             sources,
         )
 
