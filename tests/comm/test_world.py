@@ -133,6 +133,7 @@ def timeout_of_a_part(world: World) -> list[float]:
     own = TorchWorld(world.mesh, world.rank, world.device, limits=limits, shared_memory=False)
     with patch.object(dist, "new_group", noting):
         own.group(["dp_shard"])
+    dist.barrier()  # a rank that closes its connections would fail one that still connects
     own.close()
     return made
 
