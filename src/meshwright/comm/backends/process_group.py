@@ -221,8 +221,13 @@ class TorchGroup(Group):
         """
         call = announce_rows(self, output, tensor, output_splits, input_splits, action)
         width = prod(call.shape) * (1 if call.dtype in SUMMABLE_DTYPES else call.dtype.itemsize)  # as `_flat`
-        splits = [[rows * width for rows in each] for each in (output_splits, input_splits)]
-        start = partial(dist.all_to_all_single, _flat(output), _flat(tensor), *splits)
+        start = partial(
+            dist.all_to_all_single,
+            _flat(output),
+            _flat(tensor),
+            [rows * width for rows in output_splits],
+            [rows * width for rows in input_splits],
+        )
         return self._issue(call, start, keep=(output, tensor))
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:

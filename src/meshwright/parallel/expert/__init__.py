@@ -1,0 +1,4 @@
+"""Expert parallelism: ranks hold different experts of a mixture of experts.
+
+expert_parallel    each rank has some experts; tokens travel to them, and what they compute travels back
+"""
