@@ -74,7 +74,7 @@ def test_rows_of_other_shapes_do_not_pair() -> None:
             torch.empty(1, width), tensor, output_splits=splits, input_splits=splits, action="DISPATCH"
         ).wait()
 
-    with pytest.raises((CollectiveError, RankFailure), match=r"all_to_all_v of float32 rows of \[5\] for DISP"):
+    with pytest.raises((CollectiveError, RankFailure), match=r"all_to_all_v of float32 rows of \[5\] for"):
         run_on_threads(differ, Mesh(ep=2))
 
 
@@ -88,7 +88,7 @@ def test_the_fake_world_fills_the_rows_of_its_peers() -> None:
 
 def test_splits_that_do_not_fit_are_refused_with_the_repair() -> None:
     group, three, two = FakeWorld(Mesh(ep=2), 0).group(["ep"]), torch.zeros(3, 4), torch.zeros(2, 4)
-    with pytest.raises(ValueError, match=r"the input has 3 rows, and its splits are \[0, 2\]\. Give one numb"):
+    with pytest.raises(ValueError, match=r"the input has 3 rows, and its splits are \[0, 2\]\. Give"):
         group.all_to_all_v(two, three, output_splits=[0, 2], input_splits=[0, 2])
     with pytest.raises(ValueError, match=r"the output has 2 rows, .* \[2\]\. .* of the 2 ranks"):
         group.all_to_all_v(two, three, output_splits=[2], input_splits=[0, 3])

@@ -31,9 +31,9 @@ def experts_calls(recording: Recording) -> Iterator[ExpertsCall]:
         elif type(event) is ModuleStart:
             open_calls.append(event)
         elif type(event) is ModuleEnd:
-            while open_calls[-1].name != event.name:  # of a call that did not end
-                open_calls.pop()
-            start = open_calls.pop()
+            start = open_calls.pop() if open_calls else None
+            if start is None or start.name != event.name:  # the call of the whole model began before
+                continue
             call = _experts_call(start, event.results, own_params.get(start.name, {}), recording.num_samples)
             if call is not None:
                 yield replace(call, prior_layers=tuple(ended))

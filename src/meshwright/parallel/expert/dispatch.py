@@ -138,7 +138,7 @@ class ExpertDispatch:
             return self._expected_route(index)
         firsts = torch.tensor([first for first, _ in self._ranges[1:]], device=index.device)
         reached = torch.zeros(self._group.size, len(index), dtype=torch.bool, device=index.device)
-        reached.t().scatter_(1, torch.bucketize(index, firsts, right=True), value=True)
+        reached.t().scatter_(1, torch.bucketize(index.contiguous(), firsts, right=True), value=True)
         (own,) = reached[self._group.index].nonzero(as_tuple=True)
         reached[self._group.index] = False
         _, away = reached.nonzero(as_tuple=True)
