@@ -17,7 +17,8 @@ once, where a copy per expert would be sent 4 times.
     sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
       forward     8 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w     (counts; rows with indices and weights; sums)
       backward                r D w  +  q (D w + 4 k)           (gradients of sums; of rows and weights)
-    expected r for T tokens, E experts, e of them on a rank: T sum over the others of 1 - C(E-e, k)/C(E, k)
+    expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
+      r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
 
 Rows travel in the compute dtype, weights in float32 (float64 in a float64 job). No token is dropped: the
 numbers of rows are known at run time (`RuntimeSize`), and ranks tell each other. Ranks along other axes hold
@@ -27,7 +28,7 @@ on one (token, expert) pair per row, whatever kernel it chooses.
 Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
 host. A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
-(transformers' experts interface, `meshwright.nn.MixtureOfExperts`).
+(transformers' experts interface).
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node).
