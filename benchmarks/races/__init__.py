@@ -6,4 +6,6 @@ fake_streams        streams and events of the device that does nothing
 race_checker        notes every operation while it is active, and collects the races
 fake_process_group  collectives on streams of their own, which move nothing
 rank_in_streams     runs one rank of a plan under the checker
+planted_races       changes of the engine that make a race
+races               all planted races are found, and random plans have none
 """

@@ -154,13 +154,17 @@ class Memory:
         self.accesses = kept
 
     def unordered_at_reuse(self, clocks: VectorClocks) -> list[Access]:
-        """Returns the accesses that the owner's next work does not come after, if the memory is freed now."""
-        clocks.launch(self.owner)
+        """Returns the accesses that the owner's next work does not come after, if the memory is freed now.
+
+        The allocator waits for what recorded streams have come to.
+        """
+        waits_for = (self.owner, *self.recorded_streams)
+        for stream in waits_for:
+            clocks.launch(stream)
         return [
             access
             for access in self.accesses
-            if access.process not in (self.owner, *self.recorded_streams)
-            and not clocks.is_before(access.process, access.epoch, self.owner)
+            if not any(clocks.is_before(access.process, access.epoch, stream) for stream in waits_for)
         ]
 
 
