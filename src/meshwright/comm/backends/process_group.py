@@ -324,6 +324,7 @@ class TorchGroup(Group):
         if flat.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(flat.device)
             self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+            flat.record_stream(self._stream)  # a failed step frees it without the wait
             with torch.cuda.stream(self._stream), torch.no_grad():
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)
