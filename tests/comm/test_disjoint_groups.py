@@ -36,7 +36,12 @@ def test_a_ring_of_three_stages_takes_a_split_per_direction_and_pair() -> None:
 
 def test_groups_of_all_ranks_of_one_rank_and_of_the_same_ranks_take_no_split_of_their_own() -> None:
     mesh = Mesh(pp=2, dp_shard=2)
-    keys: list[GroupKey] = [(("pp", "dp_shard"), ()), (("tp",), ()), (("dp_shard", "cp"), ()), (("dp_shard",), ())]
+    keys: list[GroupKey] = [
+        (("pp", "dp_shard"), ()),
+        (("tp",), ()),
+        (("dp_shard", "cp"), ()),
+        (("dp_shard",), ()),
+    ]
     assert communicator_splits(mesh, keys) == [{(("dp_shard",), ()): [(0, 1), (2, 3)]}]
     # a pair of all ranks still needs a communicator of its own, for one direction
     assert len(communicator_splits(Mesh(pp=2), [(("pp",), (0, 1)), (("pp",), (1, 0))])) == 2

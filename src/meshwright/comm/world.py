@@ -20,7 +20,13 @@ from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
 from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.comm.collectives.ledger import Ledger
-from meshwright.comm.disjoint_groups import Batch, communicator_splits, groups_of, needs_communicator, used_axes
+from meshwright.comm.disjoint_groups import (
+    Batch,
+    communicator_splits,
+    groups_of,
+    needs_communicator,
+    used_axes,
+)
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
