@@ -104,9 +104,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the norm over all of `tensors`, 0-dim; for half types in float32, where their squares fit."""
     if not any(tensor.dtype in HALF_TORCH_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors])
-    )
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)))
 
 
 def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
