@@ -24,7 +24,7 @@ from meshwright.engine.optim.make_optimizers import OptimizerMaker
 from meshwright.engine.optim.optimizer_template import optimizer_template
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.engine.runtime.mixed_precision import check_dtype_support
+from meshwright.engine.runtime.mixed_precision import check_dtype_support, set_float32_products
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -228,6 +228,7 @@ def parallelize(
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)
+    set_float32_products(plan.job.precision, world.device)
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(analyzed, plan, world.rank, world.device) as oom_advisor:

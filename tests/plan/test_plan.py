@@ -74,6 +74,7 @@ OTHER = {  # another value for every field of a job
     "precision.master": "float32",
     "precision.gradients": "bfloat16",
     "precision.optimizer_states": "float32",
+    "precision.tf32": True,
     "precision.loss_scale": 1024.0,
     "precision.loss_scale_window": 100,
     "model.frozen": ("embed.*",),
