@@ -3,6 +3,7 @@ train).
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ def doctor(
             command.check_as_rank(rank_env, folder)
             return
         launcher = local_launcher(may_fork=bool(context.obj))
-        report = command.examine_host(folder, cache_folder(), interface, rank_env, launcher)
+        report = command.examine_host(folder, cache_folder(), interface, rank_env, launcher, os.environ)
         if rank_env is None or rank_env.rank == 0:
             if as_json:
                 typer.echo(json.dumps(report.as_dict(), indent=1))

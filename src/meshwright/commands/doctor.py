@@ -4,7 +4,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -96,16 +96,21 @@ class HostReport:
 
 
 def examine_host(
-    folder: Path, cache: Path, interface: str | None, rank_env: RankEnv | None, launcher: LocalLauncher
+    folder: Path,
+    cache: Path,
+    interface: str | None,
+    rank_env: RankEnv | None,
+    launcher: LocalLauncher,
+    variables: Mapping[str, str],
 ) -> HostReport:
-    """Runs all checks of this host; two local processes, or all ranks of the job of `rank_env`, try a
-    collective.
+    """Runs all checks of this host, with the environment `variables`; two local processes, or all ranks of
+    the job of `rank_env`, try a collective.
     """
     started, host = time.perf_counter(), socket.gethostname()
     place = None if rank_env is None else rank_env.launcher_env
     if interface is None and place is not None and place.master_addr is not None and not place.is_single_host:
         interface = interface_to(place.master_addr)
-    findings = [*host_findings(folder, cache, interface), *gpu_findings()]
+    findings = [*host_findings(folder, cache, interface), *gpu_findings(variables)]
     others: dict[str, tuple[Finding, ...]] = {}
     if rank_env is None or rank_env.world == 1:
         findings += _try_here(launcher)
