@@ -1,5 +1,7 @@
 """The GPUs of a host, as the doctor reports them."""
 
+from types import SimpleNamespace
+
 import torch
 
 from meshwright.run.doctor.gpu_checks import gpu_findings, variable_findings
@@ -24,3 +26,19 @@ def test_variables_that_fragment_memory_or_serialize_streams_are_warnings():
     _, streams = variable_findings({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert streams.level == "warning"
     assert "unset it" in streams.fix
+
+
+def test_the_dtype_that_takes_tensor_cores_is_proposed(monkeypatch):
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": "H100",
+        "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29))
+    for supported in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **options: supported)
+        found = [finding.text for finding in gpu_findings({})]
+        assert any('precision.compute = "bfloat16"' in text for text in found) == supported
