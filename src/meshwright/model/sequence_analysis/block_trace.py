@@ -66,6 +66,7 @@ from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
+from meshwright.nn.experts import Experts
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
 from meshwright.plan.model_spec.sequence_info import (
@@ -141,9 +142,11 @@ class BlockTrace(TorchFunctionMode):
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
         handles = list[RemovableHandle]()
         for name, part in self.module.named_modules():
-            # experts of transformers run differently in a trial, but always per token
+            # they sort the rows of all tokens, or run differently in a trial, but always compute per token
             if id(part) in inner_ids:
-                is_expert = name in experts and type(part).__module__.startswith("transformers.")
+                is_expert = isinstance(part, Experts) or (
+                    name in experts and type(part).__module__.startswith("transformers.")
+                )
                 handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, is_expert)))
                 handles.append(part.register_forward_hook(partial(self._leave_module, is_expert)))
         for name, block in self.blocks.items():
