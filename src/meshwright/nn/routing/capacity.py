@@ -8,12 +8,14 @@ number of devices would decide which tokens are dropped, and so which model is t
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isfinite
 from typing import Literal
 
 import torch
 
+from meshwright.nn.routing.routes import Routing
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
 SAMPLE: Literal["sample"] = "sample"
@@ -28,16 +30,27 @@ def expert_capacity(num_tokens: int, num_experts: int, factor: float) -> int:
     return min(num_tokens, max(1, ceil(exact)))
 
 
-def group_size(group_tokens: int | str, num_tokens: int) -> int:
-    """Returns the tokens of a group in samples of `num_tokens`. Raises PlanError if groups do not divide."""
-    if isinstance(group_tokens, str):
-        return num_tokens
-    if num_tokens % group_tokens:
-        text = f"groups of {group_tokens} tokens do not divide a sample of {num_tokens} tokens"
-        divisors = [str(each) for each in range(1, num_tokens + 1) if num_tokens % each == 0]
-        fix = f"set group_tokens to one of {', '.join(divisors)}, or to 'sample'; or pad the samples"
-        raise PlanError(text, fix=fix, location="routing.group_tokens")
-    return group_tokens
+@dataclass(frozen=True)
+class GroupRouting(Routing):
+    """A routing in which the tokens of a group share the capacity of experts: `group_tokens` tokens of a
+    sample, or all of it ("sample").
+    """
+
+    capacity_factor: float = 1.0
+    group_tokens: int | str = SAMPLE
+
+    def size_and_capacity(self, num_tokens: int, num_experts: int) -> tuple[int, int]:
+        """Returns the tokens of a group, in samples of `num_tokens`, and the places of an expert in it.
+
+        Raises PlanError if groups do not divide samples.
+        """
+        size = num_tokens if isinstance(self.group_tokens, str) else self.group_tokens
+        if num_tokens % max(size, 1):
+            text = f"groups of {size} tokens do not divide a sample of {num_tokens} tokens"
+            divisors = [str(each) for each in range(1, num_tokens + 1) if num_tokens % each == 0]
+            fix = f"set group_tokens to one of {', '.join(divisors)}, or to 'sample'; or pad the samples"
+            raise PlanError(text, fix=fix, location="routing.group_tokens")
+        return size, expert_capacity(size, num_experts, self.capacity_factor)
 
 
 def split_groups(tensor: torch.Tensor, size: int) -> torch.Tensor:

@@ -22,25 +22,22 @@ import torch
 
 from meshwright.nn.router import Router
 from meshwright.nn.routing.capacity import (
-    SAMPLE,
+    GroupRouting,
     check_capacity,
-    expert_capacity,
-    group_size,
     join_groups,
     split_groups,
 )
-from meshwright.nn.routing.routes import Routes, Routing
+from meshwright.nn.routing.routes import Routes
 from meshwright.plan.job.errors import Diagnostic
 
 
 @dataclass(frozen=True)
-class ExpertChoice(Routing):
+class ExpertChoice(GroupRouting):
     """`capacity_factor` experts per token in the mean, in each group of `group_tokens` tokens of a sample
     ("sample": all).
     """
 
     capacity_factor: float = 2.0
-    group_tokens: int | str = SAMPLE
 
     def diagnostics(self, num_experts: int) -> Iterator[Diagnostic]:
         yield from check_capacity(self.capacity_factor, self.group_tokens)
@@ -48,8 +45,8 @@ class ExpertChoice(Routing):
     def route(self, hidden: torch.Tensor, router: Router) -> Routes:
         logits = router(hidden)
         probabilities = logits.softmax(-1)
-        num_experts, size = logits.shape[-1], group_size(self.group_tokens, hidden.shape[1])
-        capacity = expert_capacity(size, num_experts, self.capacity_factor)
+        num_experts = logits.shape[-1]
+        size, capacity = self.size_and_capacity(hidden.shape[1], num_experts)
         scores = split_groups(probabilities, size)
         tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)

@@ -28,29 +28,26 @@ import torch
 
 from meshwright.nn.router import Router
 from meshwright.nn.routing.capacity import (
-    SAMPLE,
+    GroupRouting,
     Priority,
     check_capacity,
     draw_priority,
-    expert_capacity,
-    group_size,
     join_groups,
     places_in_experts,
     split_groups,
 )
-from meshwright.nn.routing.routes import Routes, Routing, best_experts
+from meshwright.nn.routing.routes import Routes, best_experts
 from meshwright.plan.job.errors import Diagnostic
 
 
 @dataclass(frozen=True)
-class GShard(Routing):
+class GShard(GroupRouting):
     """Two experts, with capacity in each group of `group_tokens` tokens of a sample ("sample": all).
 
     With the `priority` "random", tokens of a group are served in random order in training.
     """
 
     capacity_factor: float = 2.0
-    group_tokens: int | str = SAMPLE
     priority: Priority = "order"
 
     def diagnostics(self, num_experts: int) -> Iterator[Diagnostic]:
@@ -65,8 +62,7 @@ class GShard(Routing):
         logits = router(hidden)
         probabilities = logits.softmax(-1)
         num_tokens, num_experts = hidden.shape[1], logits.shape[-1]
-        size = group_size(self.group_tokens, num_tokens)
-        capacity = expert_capacity(size, num_experts, self.capacity_factor)
+        size, capacity = self.size_and_capacity(num_tokens, num_experts)
         choices = best_experts(probabilities, 2)
         weights = logits.gather(-1, choices).softmax(-1)
 

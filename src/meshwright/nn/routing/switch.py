@@ -27,24 +27,22 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.nn.router import Router
 from meshwright.nn.routing.capacity import (
-    SAMPLE,
+    GroupRouting,
     Priority,
     check_capacity,
     draw_priority,
-    expert_capacity,
-    group_size,
     join_groups,
     places_in_experts,
     split_groups,
 )
-from meshwright.nn.routing.routes import Routes, Routing, best_experts
+from meshwright.nn.routing.routes import Routes, best_experts
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 
 NOISES = ("jitter", "dropout")
 
 
 @dataclass(frozen=True)
-class Switch(Routing):
+class Switch(GroupRouting):
     """One expert, with capacity in each group of `group_tokens` tokens of a sample ("sample": all).
 
     In training the router's input is multiplied by uniform numbers within `noise_size` of 1 (the `noise`
@@ -53,7 +51,6 @@ class Switch(Routing):
     """
 
     capacity_factor: float = 1.25
-    group_tokens: int | str = SAMPLE
     noise_size: float = 0.01
     noise: Literal["jitter", "dropout"] = "jitter"
     priority: Priority = "order"
@@ -70,11 +67,11 @@ class Switch(Routing):
     def route(self, hidden: torch.Tensor, router: Router) -> Routes:
         logits = router(self._add_noise(hidden) if router.training and self.noise_size else hidden)
         probabilities = logits.softmax(-1)
-        num_experts, size = logits.shape[-1], group_size(self.group_tokens, hidden.shape[1])
+        num_experts = logits.shape[-1]
+        size, capacity = self.size_and_capacity(hidden.shape[1], num_experts)
         choices = best_experts(probabilities, 1)
         priority = draw_priority(self.priority if router.training else "order", hidden, size)
         places, _ = places_in_experts(split_groups(choices.squeeze(-1), size), num_experts, priority=priority)
-        capacity = expert_capacity(size, num_experts, self.capacity_factor)
         dropped = join_groups(places >= capacity, hidden).unsqueeze(-1)
         weights = probabilities.gather(-1, choices).masked_fill(dropped, 0)
         index = choices.masked_fill(dropped, num_experts)
