@@ -6,6 +6,8 @@ import transformers
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from meshwright.nn import ExpertMLP, Experts
+from meshwright.nn import experts as experts_module
+from meshwright.nn.grouped_linear import grouped_linear
 
 TOKENS, WIDTH, INTERMEDIATE, NUM_EXPERTS, K = 7, 8, 12, 4, 3
 
@@ -31,9 +33,18 @@ def test_experts_compute_what_those_of_transformers_do_with_the_same_weights():
     torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
+def undefined_behind_groups(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The product, with NaN where its result and its gradient are undefined."""
+    is_behind = (torch.arange(len(rows)) >= ends[-1]).unsqueeze(-1)
+    rows = rows.clone()
+    rows.register_hook(lambda grad: grad.masked_fill(is_behind, torch.nan))
+    return grouped_linear(rows, weight, ends).masked_fill(is_behind, torch.nan)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mlp", [ExpertMLP(), ExpertMLP("relu", gated=False, bias=True)], ids=str)
-def test_an_index_of_no_expert_adds_nothing_and_passes_no_undefined_number_on(mlp, dtype):
+def test_an_index_of_no_expert_adds_nothing_and_passes_no_undefined_number_on(mlp, dtype, monkeypatch):
+    monkeypatch.setattr(experts_module, "grouped_linear", undefined_behind_groups)
     torch.manual_seed(1)
     experts = Experts(WIDTH, INTERMEDIATE, NUM_EXPERTS, mlp).to(dtype)
     hidden, index, weights = routes(dtype)

@@ -18,7 +18,9 @@ def operands(dtype: torch.dtype, in_width: int = 8, out_width: int = 16, rows: i
 
 def grads_of_loop(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> tuple[torch.Tensor, ...]:
     """The result for rows of a group, and the gradients of its sum of squares."""
-    parts = [rows[begin:end] @ weight[i].T for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))]
+    parts = [
+        rows[begin:end] @ weight[i].T for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
     result = torch.cat(parts)
     return result, *torch.autograd.grad(result.square().sum(), (rows, weight))
 
@@ -26,7 +28,12 @@ def grads_of_loop(rows: torch.Tensor, weight: torch.Tensor, ends: list[int]) -> 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize(
     ("dtype", "width", "tolerance"),
-    [(torch.float64, 5, 1e-13), (torch.float32, 8, 1e-5), (torch.float32, 5, 1e-5), (torch.bfloat16, 8, 2e-2)],
+    [
+        (torch.float64, 5, 1e-13),
+        (torch.float32, 8, 1e-5),
+        (torch.float32, 5, 1e-5),
+        (torch.bfloat16, 8, 2e-2),
+    ],
 )
 def test_a_product_per_group_equals_a_loop_over_groups(groups, dtype, width, tolerance):
     ends, (rows, weight) = GROUPS[groups], operands(dtype, width)

@@ -75,5 +75,6 @@ class GShard(GroupRouting):
             chance = torch.rand(hidden.shape[:2], dtype=weights.dtype, device=hidden.device)
             first_kept, second_kept = kept.unbind(-1)
             kept = torch.stack([first_kept, second_kept & (2 * weights[..., 1].detach() > chance)], -1)
+        kept = kept | ~weights.isfinite()  # a token with such scores is not dropped, so it is seen
         index, weights = choices.masked_fill(~kept, num_experts), weights.masked_fill(~kept, 0)
         return Routes(index, weights, logits, probabilities, choices[..., :1], size)

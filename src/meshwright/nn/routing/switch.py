@@ -72,9 +72,10 @@ class Switch(GroupRouting):
         choices = best_experts(probabilities, 1)
         priority = draw_priority(self.priority if router.training else "order", hidden, size)
         places, _ = places_in_experts(split_groups(choices.squeeze(-1), size), num_experts, priority=priority)
-        dropped = join_groups(places >= capacity, hidden).unsqueeze(-1)
-        weights = probabilities.gather(-1, choices).masked_fill(dropped, 0)
-        index = choices.masked_fill(dropped, num_experts)
+        weights = probabilities.gather(-1, choices)
+        # a token with scores that are not finite is not dropped, so it is seen
+        dropped = join_groups(places >= capacity, hidden).unsqueeze(-1) & weights.isfinite()
+        index, weights = choices.masked_fill(dropped, num_experts), weights.masked_fill(dropped, 0)
         return Routes(index, weights, logits, probabilities, choices, size)
 
     def _add_noise(self, hidden: torch.Tensor) -> torch.Tensor:
