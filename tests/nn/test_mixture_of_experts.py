@@ -244,9 +244,7 @@ def test_a_routing_that_cannot_work_is_refused_with_a_repair(num_experts, routin
 
 def test_groups_that_do_not_divide_a_sample_and_merged_samples_are_refused():
     layer = MixtureOfExperts(WIDTH, 12, 4, GShard(group_tokens=4))
-    with pytest.raises(
-        mw.PlanError, match=r"groups of 4 tokens do not divide .*\n.*1, 2, 3, 6"
-    ):
+    with pytest.raises(mw.PlanError, match=r"groups of 4 tokens do not divide .*\n.*1, 2, 3, 6"):
         layer(torch.zeros(2, TOKENS, WIDTH))
     with pytest.raises(mw.PlanError, match=r"shape \(12, 8\); needed is \[samples, tokens, width\]"):
         layer(torch.zeros(2 * TOKENS, WIDTH))
