@@ -12,6 +12,7 @@ SOURCE, ROUTINGS = f"{PACKAGE}/parallel", f"{PACKAGE}/nn/routing"
 FOLDER = "docs/techniques"
 # FOLDER/NAME of the modules there that several techniques share: no technique themselves
 SHARED = (
+    "expert/dispatch",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",
@@ -41,6 +42,7 @@ TITLES = {
     "context": "Context parallelism",
     "pipeline": "Pipeline parallelism",
     "pipeline/schedules": "Pipeline schedules",
+    "expert": "Expert parallelism",
     "routing": "Routings of experts",
 }
 
