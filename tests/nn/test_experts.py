@@ -53,17 +53,13 @@ def test_an_index_of_no_expert_adds_nothing_and_passes_no_undefined_number_on(ml
     # of three choices two are of no expert, with weights that would show
     index[:, 1:], weights[:, 1:] = NUM_EXPERTS, 7.0
     weights.requires_grad_()
-    for max_rows in (None, TOKENS):
-        found = experts(hidden, index, weights, max_rows)
-        torch.testing.assert_close(found, expected)
-        for mine, theirs in zip(
-            torch.autograd.grad(found.sum(), leaves, retain_graph=True),
-            torch.autograd.grad(expected.sum(), leaves, retain_graph=True),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs)
-        (grad,) = torch.autograd.grad(found.sum(), weights)
-        assert not grad[:, 1:].any()
+    found = experts(hidden, index, weights)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(each.sum(), leaves, retain_graph=True) for each in (found, expected)]
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    (grad,) = torch.autograd.grad(found.sum(), weights)
+    assert not grad[:, 1:].any()
 
 
 def test_no_token_is_a_batch_too():

@@ -44,6 +44,8 @@ PLANS = {  # mesh, strategies, samples of a microbatch
     "pp 2": ({"pp": 2}, (mw.Pipeline(),), 3),
     "pp 2, zb_v, zero 3": ({"pp": 2, "dp_shard": 2}, (*ZERO, mw.Pipeline(schedule="zb_v")), 1),
     "tp 2": ({"tp": 2}, (mw.TensorParallel(),), 0),
+    "ep 3": ({"ep": 3}, (mw.ExpertParallel(), mw.BatchSplit("ep"), mw.DDP("dp_shard")), 2),
+    "ep 2, tp 2, recompute": ({"ep": 2, "tp": 2}, None, 0),
     "cp 3": ({"cp": 3}, (mw.RingAttention(), mw.DDP("cp")), 0),
 }
 WITH_CAPACITY = ("gshard", "switch", "expert choice")

@@ -89,17 +89,14 @@ class Experts(nn.Module):
         hidden: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        max_rows: int | None = None,
     ) -> torch.Tensor:
         """Returns, for each token of `hidden` [T, D], the weighted sum of what its experts return, [T, D].
 
-        `top_k_index` [T, k] are experts, or `num_experts` for none; `top_k_weights` [T, k] their weights. At
-        most `max_rows` of the indices are experts, where a routing knows that; it saves memory.
+        `top_k_index` [T, k] are experts, or `num_experts` for none; `top_k_weights` [T, k] their weights.
         """
         num_tokens, k = top_k_index.shape
         no_expert = top_k_index == self.num_experts
         expert_of_row, order = top_k_index.flatten().sort(stable=True)
-        order, expert_of_row = order[:max_rows], expert_of_row[:max_rows]
         each = torch.arange(self.num_experts, device=hidden.device)
         ends = torch.searchsorted(expert_of_row, each, right=True, out_int32=True)
         # undefined results of rows without an expert go to a row behind the tokens, and from there nowhere

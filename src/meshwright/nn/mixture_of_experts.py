@@ -17,6 +17,7 @@ make outputs that are not finite: a routing hides none.
 
 Cost: tokens x k rows through an MLP of `intermediate` features, and the router: tokens x E scores.
 Limits: routings with capacity need all tokens of a sample, so they are refused under context parallelism.
+Under `expert_parallel` a token that is dropped by all its experts still travels.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from torch import nn
 from meshwright.nn.experts import ExpertMLP, Experts, SharedExpert
 from meshwright.nn.router import Router
 from meshwright.nn.routing.losses import RouterLosses, load_balancing_loss, router_z_loss
-from meshwright.nn.routing.routes import Routing
+from meshwright.nn.routing.routes import Routes, Routing
 from meshwright.nn.routing.top_k import TopK
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 
@@ -69,12 +70,24 @@ class MixtureOfExperts(nn.Module):
             fix = "keep samples apart from tokens: merged, the layer would see what a microbatch has"
             raise PlanError(text, fix=fix, location="MixtureOfExperts")
         routes = self.routing.route(hidden, self.router)
-        flat = (each.flatten(0, 1) for each in (hidden, routes.index, routes.weights))
-        output = self.experts(*flat, max_rows=routes.max_rows).view(hidden.shape)
+        output = self._run_experts(hidden.flatten(0, 1), routes).view(hidden.shape)
         output = output if self.shared is None else output + self.shared(hidden)
         if not return_losses:
             return output
         return output, RouterLosses(load_balancing_loss(routes), router_z_loss(routes))
+
+    def _run_experts(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Returns the weighted sums [samples x tokens, D] of what experts return."""
+        index, weights = routes.index.flatten(0, 1), routes.weights.flatten(0, 1)
+        if routes.num_choices is None:
+            return self.experts(tokens, index, weights)
+        # few of the indices are experts: each of these is a row of its own
+        is_none = (index == self.experts.num_experts).flatten().to(torch.uint8)
+        chosen = is_none.sort(stable=True).indices[: routes.num_choices]
+        token = chosen.div(index.shape[1], rounding_mode="floor")
+        choice = (each.flatten().index_select(0, chosen).unsqueeze(1) for each in (index, weights))
+        rows = self.experts(tokens.index_select(0, token), *choice)
+        return torch.zeros_like(tokens).index_add(0, token, rows)
 
     def extra_repr(self) -> str:
         """Returns the routing, as `print(model)` shows it."""

@@ -9,7 +9,8 @@ many experts as want it: hard tokens many, easy ones perhaps none, which then pa
     p = softmax(W x) over experts,    expert e takes the C tokens with the largest p_e,    weights = p_e
     C = factor x tokens / experts: `factor` experts per token in the mean
 
-Cost: experts x C rows = factor x tokens; tokens x experts scores and indices.
+Cost: experts x C rows = factor x tokens, copied once more than by other routings; tokens x experts scores and
+indices.
 Limits: a token's experts depend on all tokens of its group, also later ones. A language model that predicts
 the next token sees its future in training, and cannot be sampled from token by token.
 Paper: Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing", arXiv 2202.09368 (section 3.2).
@@ -54,5 +55,5 @@ class ExpertChoice(GroupRouting):
         experts = torch.arange(num_experts, device=hidden.device)
         index = torch.where(taken, experts, num_experts)
         weights = probabilities.masked_fill(~taken, 0)
-        max_rows = len(scores) * num_experts * capacity
-        return Routes(index, weights, logits, probabilities, None, size, max_rows)
+        num_choices = len(scores) * num_experts * capacity
+        return Routes(index, weights, logits, probabilities, None, size, num_choices)

@@ -25,7 +25,8 @@ class Routes:
     `index` [S, T, k] are experts, E for none; `weights` [S, T, k] belong to them. `logits` and
     `probabilities` [S, T, E] are the scores, where each row of the second sums to 1. `choices` [S, T, c] are
     the experts that count for load balancing, before any was dropped; None where experts have equal loads.
-    `group_tokens` tokens share a capacity. At most `max_rows` of `index` are experts.
+    `group_tokens` tokens share a capacity. `num_choices` of `index` are experts, where the routing fixes
+    their number.
     """
 
     index: torch.Tensor
@@ -34,7 +35,7 @@ class Routes:
     probabilities: torch.Tensor
     choices: torch.Tensor | None
     group_tokens: int
-    max_rows: int | None = None
+    num_choices: int | None = None
 
 
 class Routing(ABC):
