@@ -36,6 +36,7 @@ ROUTINGS = {
     "sigmoid": SigmoidGroups(2, 2, 1),
 }
 BATCH_PLANS = mw.BatchSplit(), mw.DDP()
+EXPERTS = mw.ExpertParallel(), mw.BatchSplit("ep"), mw.BatchSplit("dp_shard"), mw.DDP("dp_shard")
 ZERO = mw.BatchSplit("dp_shard"), mw.ZeRO()
 PLANS = {  # mesh, strategies, samples of a microbatch
     "ddp 2, 3 microbatches": ({"dp_replicate": 2}, BATCH_PLANS, 2),
@@ -44,7 +45,7 @@ PLANS = {  # mesh, strategies, samples of a microbatch
     "pp 2": ({"pp": 2}, (mw.Pipeline(),), 3),
     "pp 2, zb_v, zero 3": ({"pp": 2, "dp_shard": 2}, (*ZERO, mw.Pipeline(schedule="zb_v")), 1),
     "tp 2": ({"tp": 2}, (mw.TensorParallel(),), 0),
-    "ep 3": ({"ep": 3}, (mw.ExpertParallel(), mw.BatchSplit("ep"), mw.DDP("dp_shard")), 2),
+    "ep 3": ({"ep": 3}, EXPERTS, 2),
     "ep 2, tp 2, recompute": ({"ep": 2, "tp": 2}, None, 0),
     "cp 3": ({"cp": 3}, (mw.RingAttention(), mw.DDP("cp")), 0),
 }
