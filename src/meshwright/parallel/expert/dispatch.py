@@ -137,8 +137,12 @@ class ExpertDispatch:
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         firsts = torch.tensor([first for first, _ in self._ranges[1:]], device=index.device)
-        reached = torch.zeros(self._group.size, len(index), dtype=torch.bool, device=index.device)
-        reached.t().scatter_(1, torch.bucketize(index.contiguous(), firsts, right=True), value=True)
+        size = self._group.size
+        nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
+        rank = torch.bucketize(index.contiguous(), firsts, right=True).masked_fill(nowhere, size)
+        reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
+        reached.t().scatter_(1, rank, value=True)
+        reached = reached[:size]
         route = Route.exchange(self._group, reached.sum(1), self._action_name())
         (own,) = reached[self._group.index].nonzero(as_tuple=True)
         reached[self._group.index] = False
