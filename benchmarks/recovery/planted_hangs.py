@@ -2,8 +2,8 @@
 rank and in one step.
 
 The kind of the fault, the rank and the step come from the environment. The lines that a report has to name
-end in a comment with the name of the fault. The first call of the loss is the analysis of the model, before
-any collective.
+end in a comment with the name of the fault. The loss is called in the analysis of the model, too, where no step
+is under way.
 """
 
 import gc
@@ -21,6 +21,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import Group, Work
+from meshwright.comm.collectives.ledger import Ledger
 
 WIDTH = 32
 
@@ -44,18 +45,23 @@ class Bytes(nn.Module):
 def build() -> mw.Model:
     """Returns the model, and the loss that plants the fault."""
     plant, rank, step = (os.environ[f"PLANT_{key}"] for key in ("KIND", "RANK", "STEP"))
-    calls: list[int] = []
+    planted: list[str] = []
     loss = mw.token_cross_entropy()
 
     def total(outputs: Any, batch: Any) -> torch.Tensor:
-        if type(outputs) is torch.Tensor:  # fake tensors come from the analysis, not from a step
-            calls.append(1)
-        if len(calls) == int(step) + 1 and os.environ.get("RANK") == rank:
+        if os.environ.get("RANK") == rank and not planted and _step_under_way() >= int(step):
+            planted.append(plant)
             Path(os.environ["PLANT_MARK"]).write_text(str(time.time()))
             PLANTS[plant]()
         return loss.total(outputs, batch)
 
     return mw.Model(Bytes(), loss=mw.Loss(total, loss.count))
+
+
+def _step_under_way() -> int:
+    """Returns the step that this process trains; 0 before the first one, when the model is analyzed."""
+    ledgers = [each for each in gc.get_objects() if type(each) is Ledger]
+    return max((each.step or 0 for each in ledgers if each.phase in ("first_step", "step")), default=0)
 
 
 def missing() -> None:
