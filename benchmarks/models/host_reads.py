@@ -22,7 +22,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,19 +31,36 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.data_parallel.small_llamas import Case, analyzed_model, random_samples
+from benchmarks.data_parallel.small_llamas import (
+    TOKENS,
+    VOCABULARY,
+    Case,
+    analyzed_model,
+    random_samples,
+)
 from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
+from meshwright.api import analyze, make_plan
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.async_copies import HostCopy
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.job.job import PrecisionConfig
+from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.message_trace import answer_reads
 
 NAME = "host_reads"
@@ -59,6 +76,38 @@ CASES = (
     Case(ZeRO(stage=1), 3, num_micro=8, precision=HALF),
     Case(ZeRO(stage=2), 3, num_micro=8, precision=PrecisionConfig(compute="bfloat16")),
     Case(ZeRO(replicate_axis="dp_replicate"), 2, 2, num_micro=4),
+)
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """A Llama whose four heads share two keys and values, under a strategy over four ranks along `cp`."""
+
+    strategy: Strategy
+    num_micro: int = 2
+
+    @property
+    def analyzed(self) -> AnalyzedModel:
+        """The analyzed model."""
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **sizes, **heads)
+        return analyze(lambda: LlamaForCausalLM(config), random_samples(2), loss=token_cross_entropy())
+
+    def plan(self) -> Plan:
+        """Returns the plan."""
+        data, train = DataConfig("example", sequence=TOKENS), TrainConfig(batch=self.num_micro)
+        job, strategies = Job(ModelConfig("llama"), data, train), (self.strategy, DDP(axis="cp"))
+        return make_plan(self.analyzed, job, Mesh(cp=4), strategies, 1)
+
+    def __str__(self) -> str:
+        return f"{self.strategy.name}, 4 ranks, {self.num_micro} micro, float32"
+
+
+ALL_CASES: tuple[Case | GroupedHeads, ...] = (
+    *CASES,
+    GroupedHeads(RingAttention()),
+    GroupedHeads(Ulysses()),
 )
 
 
@@ -106,11 +155,12 @@ def is_blocking_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return source.type != target.type and not (non_blocking or kwargs.get("non_blocking", False))
 
 
-def count_reads(case: Case) -> dict[str, dict[str, int]]:
+def count_reads(case: Case | GroupedHeads) -> dict[str, dict[str, int]]:
     """Returns the reads and the waits of the second step of rank 0 of `case`, by place; needs the guard."""
     plan, mode = case.plan(), FakeTensorMode(allow_non_fake_inputs=True)
     dtype = getattr(torch, plan.job.precision.parameters)
-    module = _on_device(make_trained_module(analyzed_model(case.model), DEVICE, dtype, mode), mode)
+    analyzed = analyzed_model(case.model) if isinstance(case, Case) else case.analyzed
+    module = _on_device(make_trained_module(analyzed, DEVICE, dtype, mode), mode)
     counter, waits, values = ReadCounter(), Counter[str](), HostCopy.values
 
     def count_wait(copy: HostCopy) -> list[float]:
@@ -167,10 +217,11 @@ def main() -> None:
     if "--count" not in sys.argv:
         print(result(count_in_subprocess()).write(NAME))
         return
-    # the CPU build of torch has no CUDA to initialize
+    # the CPU build of torch has no CUDA to initialize, and attention asks for the kind of GPU
     torch.cuda._lazy_init = lambda: None
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
     names = sys.argv[sys.argv.index("--count") + 1 :]
-    cases = [case for case in CASES if not names or str(case) in names]
+    cases = [case for case in ALL_CASES if not names or str(case) in names]
     print(json.dumps({str(case): count_reads(case) for case in cases}))
     end_process()
 

@@ -25,8 +25,9 @@ from meshwright.engine.forward_backward.block_redistributions import BlockCollec
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.rank_state import Operand, RankState
-from meshwright.engine.step import action_handlers, executor
+from meshwright.engine.step import executor
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.context.ring import RingAttention
@@ -242,37 +243,29 @@ def overlap_on_another_stream() -> AbstractContextManager[object]:
 def copy_batch_without_wait() -> AbstractContextManager[object]:
     """Copies the batch to the device on another stream, which nobody waits for."""
 
-    def elsewhere(microbatches: Any, device: torch.device) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
+    def elsewhere(copies: DeviceCopies, microbatches: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
             return [
-                {key: value.pin_memory().to(device, non_blocking=True) for key, value in each.items()}
+                {key: value.pin_memory().to(DEVICE, non_blocking=True) for key, value in each.items()}
                 for each in microbatches
             ]
 
-    return patch.object(action_handlers, "copy_to_device", elsewhere)
+    return patch.object(DeviceCopies, "batches_to_device", elsewhere)
 
 
 def prefetch_into_freed_batch() -> AbstractContextManager[object]:
-    """Copies the next batch on a stream of its own while the step still uses the last one, and frees that."""
-    copy, step = action_handlers.copy_to_device, ActionHandlers.step
-    streams: list[torch.cuda.Stream] = []
-
-    def on_own_stream(microbatches: Any, device: torch.device) -> Any:
-        streams[:] = streams or [torch.cuda.Stream(device)]
-        with torch.cuda.stream(streams[0]):
-            copied = copy(microbatches, device)
-        torch.cuda.current_stream(device).wait_stream(streams[0])
-        return copied  # without record_stream
+    """Copies the next batch while the step still uses the last one, which is freed and was not recorded."""
+    step = ActionHandlers.step
 
     def prefetches(handlers: ActionHandlers, action: Any) -> None:
         state = handlers._state
         state.step.free()
-        with torch.cuda.stream(streams[0]):
+        with torch.cuda.stream(state.copies._stream):
             torch.zeros(8, device=state.world.device)
         step(handlers, action)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(action_handlers, "copy_to_device", on_own_stream))
+    stack.enter_context(drop_record_stream())
     stack.enter_context(patch.object(ActionHandlers, "step", prefetches))
     return stack
 

@@ -69,7 +69,9 @@ def train(
             raise PlanError(text, fix="pass eval_data=...", location="eval_data")
         resumed = resume(trainer.executor, plan, world, everything.digest)
         evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
-        with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as batches:
+        with prefetch(
+            open_local_batches(training, plan, world.rank), plan.run.num_workers(world.device.type)
+        ) as batches:
             return play_all(
                 trainer.executor,
                 plan,

@@ -211,9 +211,8 @@ def train_rank(
                     write_request(resolved[0], Path(run.folder) / PLAN_FILE)
             engine = stack.enter_context(parallelize(ready.analyzed, plan, loss=ready.loss, world=world))
             stack.enter_context(engine.oom_advisor)
-            batches = stack.enter_context(
-                prefetch(ready.local_batches(plan, rank_env.rank), plan.run.workers)
-            )
+            workers = run.num_workers(world.device.type)
+            batches = stack.enter_context(prefetch(ready.local_batches(plan, rank_env.rank), workers))
             progress.phase = "resuming"
             resumed = resume(engine.executor, plan, world, ready.dataset.digest, from_step)
             if show:

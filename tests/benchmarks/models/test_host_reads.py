@@ -9,7 +9,7 @@ from benchmarks.models import host_reads
 
 @pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())
 def test_a_step_reads_nothing_of_the_device_and_waits_for_its_count_alone():
-    cases = [str(host_reads.CASES[1]), str(host_reads.CASES[2]), str(host_reads.CASES[4])]
+    cases = [str(host_reads.ALL_CASES[number]) for number in (1, 4, 7, 8)]
     found = host_reads.count_in_subprocess(cases)
     assert list(found) == cases
     for counts in found.values():

@@ -21,3 +21,10 @@ def test_a_limit_that_no_wait_can_have_is_refused_by_its_key(seconds):
     (diagnostic,) = field_diagnostics(RunConfig(limits=WaitLimits(save_s=seconds)), "run")
     assert diagnostic.location == "run.limits.save_s"
     assert "seconds above 0" in diagnostic.fix
+
+
+def test_a_rank_on_a_gpu_has_a_thread_for_its_data_unless_the_config_says_otherwise():
+    kinds = ("cpu", "cuda", "xpu")
+    assert [RunConfig().num_workers(kind) for kind in kinds] == [0, 1, 1]
+    assert [RunConfig(workers=0).num_workers(kind) for kind in kinds] == [0, 0, 0]
+    assert RunConfig(workers=2).num_workers("cpu") == 2

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
@@ -34,7 +35,7 @@ from meshwright.model.context_parallel.sharded_activation import OutputShards, w
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
-from meshwright.model.tensors.select_token_ranges import span_positions
+from meshwright.model.tensors.select_token_ranges import index_tensor, span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding
@@ -125,6 +126,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
             None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         )
         self._token_shards: dict[int, TokenShard] = {}  # by length
+        self._gather_orders: dict[int, torch.Tensor] = {}  # by length, on the device
         self._lengths_by_shapes: dict[tuple[Any, ...], SequenceLengths] = {}  # by shapes
         self._attention_fn: AttentionImpl | None = None
         self._convolution_fn: Conv1dImpl | None = None
@@ -313,11 +315,13 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         gathered = redistribute(
             padded.to(comm_dtype), self._group, S(dim), R, lambda: self._state.current_action
         ).to(local.dtype)
-        order = torch.empty(length, dtype=torch.int64)
-        for index in range(self._group.size):
-            positions_here = torch.tensor(span_positions(self._sequence_sharding.token_ranges(length, index)))
-            order[positions_here] = torch.arange(len(positions_here)) + index * max_count
-        return gathered.index_select(dim, order.to(gathered.device))
+        if length not in self._gather_orders:
+            order = np.empty(length, np.int64)
+            for index in range(self._group.size):
+                positions_here = span_positions(self._sequence_sharding.token_ranges(length, index))
+                order[positions_here] = np.arange(len(positions_here)) + index * max_count
+            self._gather_orders[length] = index_tensor(order, gathered.device)
+        return gathered.index_select(dim, self._gather_orders[length])
 
     def _all_reduce_partial(self, part: torch.Tensor) -> torch.Tensor:
         """Sums over all ranks, in float32 at least; backward sums the gradients."""

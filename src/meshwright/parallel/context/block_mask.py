@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.model.tensors.select_token_ranges import select_spans
+from meshwright.model.tensors.select_token_ranges import index_tensor, select_spans
 from meshwright.parallel.context.attention_kernel import NEG_INF
 from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
 from meshwright.plan.sharding.sequence_sharding import TokenRange, select_positions
@@ -229,7 +229,7 @@ class IntervalMask:
         if block.kind != "some":
             return None
         if rank not in self._tensors:
-            self._tensors[rank] = torch.tensor(np.stack(self._local_bounds(rank)), device=device)
+            self._tensors[rank] = index_tensor(np.stack(self._local_bounds(rank)), device)
         low, high = self._tensors[rank][:, slice(*(block.samples or (None,))), slice(*block.queries), None]
         at = torch.arange(*block.keys, device=device)
         return ((at >= low) & (at < high)).unsqueeze(1)
@@ -329,7 +329,7 @@ class DenseMask:
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
         """Adds `grad` to the columns of the block in `mask_grad`."""
-        places = torch.tensor(self._circle.key_positions[rank][slice(*block.keys)], device=mask_grad.device)
+        places = index_tensor(self._circle.key_positions[rank][slice(*block.keys)], mask_grad.device)
         self._rows_of(mask_grad, block.queries).index_add_(-1, places, grad)
 
     def _block_of(self, mask: torch.Tensor, rank: int, pair: QueryKeyBlock) -> torch.Tensor:

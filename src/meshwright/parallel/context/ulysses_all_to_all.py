@@ -27,6 +27,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
+from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.parallel.context.attention_args_to_4d import AttentionInputs
 from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -179,16 +180,12 @@ class HeadExchange:
     def _kv_heads(self, tensor: torch.Tensor, length: int, needs: KVHeadAssignment) -> torch.Tensor:
         if not needs.is_identity:
             sent = [head for own in needs.sent_heads for head in own]
-            tensor = tensor.index_select(1, torch.tensor(sent, device=tensor.device))
+            tensor = tensor.index_select(1, index_tensor(sent, tensor.device))
         moved = self.to_heads(tensor, length)
         if not needs.used_heads:
             return moved
-        return moved.index_select(
-            1,
-            torch.tensor(
-                needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks], device=tensor.device
-            ),
-        )
+        used = needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks]
+        return moved.index_select(1, index_tensor(used, tensor.device))
 
     def _exchange_mask(self, given: AttentionInputs, length: int, name: str) -> torch.Tensor | None:
         if given.mask is None or self.sequence_sharding.num_inner_ranks == 1:

@@ -19,9 +19,9 @@ class RunConfig:
 
     `trackers` (tensorboard, wandb, trackio, mlflow) receive every line of metrics, under the folder's name in
     `tracker_project`. `workers` threads prepare the batches of coming steps (0: each batch is made when its
-    step begins), and tokens are cached in the folder `cache` ("": `folder`/cache), where other runs find
-    them. `trace_steps` steps, from the second on, are timed action by action on every rank, into the folder's
-    `trace`.
+    step begins; by default 1 on GPUs and 0 on CPUs, whose cores train), and tokens are cached in the folder
+    `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the second on, are
+    timed action by action on every rank, into the folder's `trace`.
 
     `limits` bound every wait for another rank (docs/concepts/hangs.md). In the first step, ranks compare each
     collective before they issue it; with `check_collectives` in every step, which finds mismatched
@@ -47,8 +47,8 @@ class RunConfig:
     trackers: tuple[str, ...] = field(default=(), metadata=one_of(*TRACKERS))
     tracker_project: str = "meshwright"
     trace_steps: int = field(default=0, metadata=at_least(0))
-    workers: int = field(
-        default=0, metadata=at_least(0, "0 makes batches when they are needed; 1 or 2 ahead of it")
+    workers: int | None = field(
+        default=None, metadata=at_least(0, "0 makes batches when they are needed; 1 or 2 ahead of it")
     )
     cache: str = ""
     limits: WaitLimits = field(default_factory=WaitLimits)
@@ -57,3 +57,7 @@ class RunConfig:
     deterministic: bool = False
     hardware: str = ""
     cluster: str = ""
+
+    def num_workers(self, device_kind: str) -> int:
+        """Returns how many threads prepare batches on a rank whose device is of this kind ("cpu" ...)."""
+        return self.workers if self.workers is not None else int(device_kind != "cpu")
