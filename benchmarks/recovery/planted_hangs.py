@@ -2,8 +2,8 @@
 rank and in one step.
 
 The kind of the fault, the rank and the step come from the environment. The lines that a report has to name
-end in a comment with the name of the fault. The loss is called in the analysis of the model, too, where no step
-is under way.
+end in a comment with the name of the fault. The loss is called in the analysis of the model, too, where no
+step is under way.
 """
 
 import gc

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.strategy_interface import Runtime
 
@@ -89,6 +90,7 @@ class ExpertDispatch:
         self._group: Group = state.world.group((axis,))
         self._ranges = expert_ranges(call.num_experts, self._group.size)
         self._first, self._end = self._ranges[self._group.index]
+        self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
         self._dtype = getattr(torch, precision.compute)
         self._weights_dtype = getattr(torch, weights_dtype(precision.compute))
@@ -136,10 +138,11 @@ class ExpertDispatch:
         """
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
-        firsts = torch.tensor([first for first, _ in self._ranges[1:]], device=index.device)
+        if self._firsts is None:
+            self._firsts = index_tensor([first for first, _ in self._ranges[1:]], index.device)
         size = self._group.size
         nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
-        rank = torch.bucketize(index.contiguous(), firsts, right=True).masked_fill(nowhere, size)
+        rank = torch.bucketize(index.contiguous(), self._firsts, right=True).masked_fill(nowhere, size)
         reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
         reached.t().scatter_(1, rank, value=True)
         reached = reached[:size]
