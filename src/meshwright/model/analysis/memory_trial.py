@@ -144,7 +144,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         return LinearInSamples(sums["fixed"], sums["per_sample"] / self._num_samples, sums["weight_sized"])
 
     def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        func = _empty_grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        func = empty_grouped_product if func is torch.ops.aten._grouped_mm.default else func
         if self._is_in_block() or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             with self._fake_mode:
                 return func(*args, **kwargs)
@@ -403,7 +403,7 @@ class _MemoryMeasurement:
         )
 
 
-def _empty_grouped_product(
+def empty_grouped_product(
     first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor, *_: object, **__: object
 ) -> torch.Tensor:
     """Returns a tensor without values in place of a product of sorted rows with the weights of their experts
