@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.fake_devices.combinations import Combination, combinations
 from benchmarks.fake_devices.rank_on_fake_cuda import Counts, count_rank
-from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
+from benchmarks.harness.cuda_guard import end_process, run_with_fake_cuda
 from benchmarks.harness.fake_device import DEVICE, pretend_cuda
 from benchmarks.harness.result import Result
 from meshwright.model.analysis import forward_graph_trace, plan_for_model

@@ -50,9 +50,11 @@ def count_rank(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Counts:
             with count(phase):
                 trainer.step(batch)
         check_devices(trainer)
-        with count("evaluation"):
-            trainer.evaluate(_one_batch(batch, device))
-        device.number = 1
+        for phase in ("first evaluation", "evaluation"):  # the first may record the forward of a pipeline
+            with count(phase):
+                trainer.evaluate(_one_batch(batch, device))
+            device.number = 1
+        del counts["first evaluation"]  # another rank of the process may have recorded it
         with count("save"):
             found = {name: _to_host(value) for name, value in trainer.executor.state_dict().items()}
         saved = _others(trainer) | found

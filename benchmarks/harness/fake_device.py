@@ -8,7 +8,7 @@ While `FakeDevice` is active (`with`), tensors of the CPU are real, as in a proc
     copies       all other copies between the CPU and the device
 
 A number that is read is `number`, a truth value False; a copy to the CPU holds ones. A forward whose shapes
-depend on values cannot run, as under any fake tensor. Needs the guard of `benchmarks.harness.fake_cuda`.
+depend on values cannot run, as under any fake tensor. Needs the guard of `benchmarks.harness.cuda_guard`.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.data_parallel.small_llamas import Case, analyzed_model, random_samples
-from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
+from benchmarks.harness.cuda_guard import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.fake_devices import fake_cuda
 from benchmarks.fake_devices.combinations import combinations
-from benchmarks.harness.fake_cuda import why_no_fake_cuda
+from benchmarks.harness.cuda_guard import why_no_fake_cuda
 from benchmarks.harness.result import stored
 
 BEFORE = {"a, rank 0": "first step 9/2/3/4, step 8/2/3/4", "b, rank 0": "step 8/2/3/4"}

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 
 PLANTED = """
 import torch
 from benchmarks.fake_devices import rank_on_fake_cuda
-from benchmarks.harness.fake_cuda import end_process
+from benchmarks.harness.cuda_guard import end_process
 from benchmarks.harness.fake_device import pretend_cuda
 from meshwright.api import analyze, make_plan
 from meshwright.engine.params.flat_param_store import FlatParamStore
@@ -52,7 +52,7 @@ end_process()
 @pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())
 def test_an_operand_or_a_buffer_on_the_wrong_device_is_found():
     assert run_with_fake_cuda(["-c", PLANTED]).splitlines() == [
-        "build first step step evaluation save restore [2, 1, 0]",
+        "build first step step evaluation save restore [0, 2, 0]",
         "operand: FakeTensorDeviceMismatchError Expected all tensors to be on the same device, but found at "
         "least two devices, cuda:0 and cpu!",
         "buffer: AssertionError not on cuda:0: seen",

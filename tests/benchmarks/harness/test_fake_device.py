@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 
 OPERATORS = """
 import torch
-from benchmarks.harness.fake_cuda import end_process
+from benchmarks.harness.cuda_guard import end_process
 from benchmarks.harness.fake_device import DEVICE, FakeDevice, pretend_cuda
 
 pretend_cuda()

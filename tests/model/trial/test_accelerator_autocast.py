@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 from meshwright.model.trial.accelerator_autocast import FLOAT32_NAMES, trial_autocast
 
 X = torch.rand(4, 4)
@@ -37,7 +37,7 @@ import warnings
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from benchmarks.harness.fake_cuda import end_process
+from benchmarks.harness.cuda_guard import end_process
 from benchmarks.harness.fake_device import pretend_cuda
 from meshwright.model.trial.accelerator_autocast import NAMESPACES
 
