@@ -10,6 +10,7 @@ suite_tiers         chooses the cases of the default tier of the test suite
 comm/               all-reduce, hosts, transports
 context_parallel/   ring attention, Ulysses
 data_parallel/      DDP and ZeRO
+fake_devices/       plans on fake CUDA tensors: what a rank asks of a GPU
 first_hour/         mistakes of a new user, and what is said to them
 harness/            measurement methods, and the format of results
 models/             the models that benchmarks train

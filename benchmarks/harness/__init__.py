@@ -1,7 +1,8 @@
 """Measurement methods of the benchmarks, and the format of their results.
 
 case_store          stores the finished cases of a long benchmark, so that a later run continues there
-fake_cuda           runs Python with a CUDA device that does nothing, in a CPU build of torch
+cuda_guard          runs Python with a CUDA device that does nothing, in a CPU build of torch
+fake_device         a CUDA device without values, which counts what is asked of it
 interleaved_timing  times configurations in turn and judges ratios within a round
 live_bytes          bytes of all live tensors that Python can reach, during a step
 machine_load        how many cores other processes use

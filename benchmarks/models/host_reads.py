@@ -40,7 +40,7 @@ from benchmarks.data_parallel.small_llamas import (
     analyzed_model,
     random_samples,
 )
-from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
+from benchmarks.harness.cuda_guard import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.data_parallel.small_llamas import analyzed_model as small_llama
 from benchmarks.harness.case_store import CaseStore
-from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
+from benchmarks.harness.cuda_guard import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
 from benchmarks.races.planted_races import PLANTED, PlantedRace
 from benchmarks.races.rank_in_streams import find_races

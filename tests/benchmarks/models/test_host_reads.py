@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.harness.fake_cuda import why_no_fake_cuda
+from benchmarks.harness.cuda_guard import why_no_fake_cuda
 from benchmarks.models import host_reads
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.harness.fake_cuda import end_process
+from benchmarks.harness.cuda_guard import end_process
 from benchmarks.races.race_checker import RaceChecker
 
 

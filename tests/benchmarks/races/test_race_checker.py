@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 
 
 @pytest.mark.skipif(why_no_fake_cuda() != "", reason=why_no_fake_cuda())

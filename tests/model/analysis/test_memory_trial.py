@@ -110,6 +110,23 @@ def test_half_precision_halves_floats_and_casts_weights_for_any_number_of_sample
     )
 
 
+def test_activations_have_the_dtypes_of_the_device_that_trains():
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(block.linear(x), (6,))
+
+    glue = lambda model, x: model.head(model.layers[1](model.layers[0](x)))  # noqa: E731
+    analyzed = analyze(
+        lambda: Chain(glue, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
+    )
+    outputs = {
+        device: analyzed.measure_memory(torch.float32, compute, device).block_calls[0].output.per_sample
+        for device, compute in (("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+    }
+    assert outputs == {"cpu": 6 * 2, "cuda": 6 * 4}
+    plain = analyzed.measure_memory(torch.float32, torch.float32)
+    assert analyzed.measure_memory(torch.float32, torch.float32, "cuda") is plain
+
+
 def test_weight_gradients_are_measured_separately_also_those_of_a_tied_embedding():
     batch = batches(1, length=TOKENS)[0]
     untied, tied = (

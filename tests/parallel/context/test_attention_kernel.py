@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 from meshwright.parallel.context import attention_kernel
 from meshwright.parallel.context.attention_kernel import attention, attention_backward, merge_outputs
 from tests.parallel.context.dense_attention import MASKS, dense, gap, mask_of, sample, with_gradients

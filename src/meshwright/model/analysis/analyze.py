@@ -150,23 +150,28 @@ class AnalyzedModel:
         """The forward graphs that were requested so far, by dtype of the parameters and type of device."""
         return {}
 
-    def measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
-        """Returns the memory that the model needs in these dtypes; None if it cannot be determined.
+    def measure_memory(
+        self, param_dtype: torch.dtype, compute_dtype: torch.dtype, device_type: str = "cpu"
+    ) -> ModelMemory | None:
+        """Returns the memory that the model needs in these dtypes on a device of that type; None if it cannot
+        be determined.
 
-        The first call for each pair of dtypes runs a trial; later calls return its result.
+        The first call for each of these runs a trial; later calls return its result.
         """
-        if (param_dtype, compute_dtype) not in self._memory_by_dtypes:
-            self._memory_by_dtypes[param_dtype, compute_dtype] = self._measure_memory(
-                param_dtype, compute_dtype
-            )
-        return self._memory_by_dtypes[param_dtype, compute_dtype]
+        casts = None if compute_dtype == param_dtype else compute_dtype
+        key = param_dtype, casts, device_type if casts is not None else "cpu"
+        if key not in self._measured_memory:
+            self._measured_memory[key] = self._measure_memory(*key)
+        return self._measured_memory[key]
 
     @cached_property
-    def _memory_by_dtypes(self) -> dict[tuple[torch.dtype, torch.dtype], ModelMemory | None]:
+    def _measured_memory(self) -> dict[tuple[torch.dtype, torch.dtype | None, str], ModelMemory | None]:
         return {}
 
     @pause_garbage_collection()
-    def _measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
+    def _measure_memory(
+        self, param_dtype: torch.dtype, casts: torch.dtype | None, device_type: str
+    ) -> ModelMemory | None:
         if self.loss.whole_batch:
             return None
 
@@ -178,10 +183,8 @@ class AnalyzedModel:
                 use_grouped_experts(module)
             return module, blocks
 
-        casts = None if compute_dtype == param_dtype else compute_dtype
-        return measure_memory(
-            MemoryTrial(make, self.example_samples, self.loss, self.model_spec.writes_in_place, casts)
-        )
+        writes, samples = self.model_spec.writes_in_place, self.example_samples
+        return measure_memory(MemoryTrial(make, samples, self.loss, writes, casts, device_type))
 
     def make_module(
         self,

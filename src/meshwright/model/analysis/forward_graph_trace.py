@@ -6,14 +6,12 @@ few samples each: two batch sizes tell which dims grow with the batch. A model w
 tensors is made once in full, on the CPU.
 
 If matmuls run in another dtype than the parameters (autocast), these forwards run under autocast too, since
-it decides the dtype of the tensors that cross stage boundaries. The rules differ by device (a layer norm
-returns bfloat16 on a CPU and float32 on a GPU), so such a forward runs on fake tensors of the device that
-will train. Where the forward needs values, or the sequence is sharded, the rules of the CPU stand for all; a
-device with others raises an error when it sends such a tensor.
+it decides the dtype of the tensors that cross stage boundaries. The rules are those of the device that will
+train (model/trial/accelerator_autocast.py): a layer norm returns bfloat16 on a CPU and float32 on a GPU.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
@@ -32,7 +30,8 @@ from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake_tensor
+from meshwright.model.trial.accelerator_autocast import trial_autocast
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.plan.job.errors import PlanError
 
 # one of 32 layers takes about 0.2 MB; recording it again takes as long as several steps
@@ -59,8 +58,6 @@ def trace_forward_graph(
     Raises PlanError if the operations depend on the batch size; errors of the forward itself are passed on.
     """
     num_samples = PROBE_BATCH, SECOND_BATCH_SIZE
-    if sequence_sharded or compute_dtype in (None, dtype):
-        device_type = "cpu"  # parts run on real tensors, or no rules of autocast apply
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         first, second = (
@@ -72,7 +69,7 @@ def trace_forward_graph(
             raise
         mode = None
         first, second = (
-            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype)
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype, device_type)
             for each in num_samples
         )
     single_rank = SingleRankForward.for_inputs(analyzed.sequence_info, inputs) if sequence_sharded else None
@@ -87,7 +84,8 @@ def trace_forward_graph(
             mode,
             training,
             compute_dtype,
-            sharded_forward=single_rank,
+            device_type,
+            single_rank,
         )
     )
     return build_forward_graph(first, second, num_samples, sharded_record)
@@ -194,18 +192,19 @@ def _record_forward(
     tensors, as in the sequence
     analysis.
     """
-    module, blocks, _ = analyzed.make_module(device_type, dtype, mode)
+    module, blocks, _ = analyzed.make_module("cpu", dtype, mode)
     batch = {key: _make_samples(value, num_samples, dtype) for key, value in inputs.items()}
     glue_mode: AbstractContextManager = nullcontext()
     if mode is not None and sharded_forward is None:
-        batch = {key: make_fake_tensor(value, mode, device_type) for key, value in batch.items()}
+        batch = {key: mode.from_tensor(value) for key, value in batch.items()}
         glue_mode = mode
     elif mode is not None:
         for block in blocks.values():
             block.forward = partial(_run_in_mode, mode, block.forward)
     if sharded_forward is not None:
         patch_attention(module, lambda queries, keys: None)
-    autocast = nullcontext() if compute is None or compute == dtype else _autocast(device_type, compute)
+    casts = compute is not None and compute != dtype
+    autocast = trial_autocast(compute, device_type) if casts else nullcontext()
     rng = StatelessRNG(seed=0)
     used_outputs = {place for place, column in enumerate(analyzed.model_spec.outputs) if column.used_by_loss}
     try:
@@ -231,22 +230,6 @@ def _record_forward(
             )
             raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", location="model")
     return record
-
-
-@contextmanager
-def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Applies the autocast rules of a device that this host need not have: torch.autocast needs it."""
-    before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    caches = torch.is_autocast_cache_enabled()
-    try:
-        torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, dtype)
-        torch.set_autocast_cache_enabled(False)
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.set_autocast_cache_enabled(caches)
 
 
 def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -5,11 +5,11 @@ bytes.
     LOSS    before --- loss and its backward ---> gradient of the logits        peak minus that gradient
     B(v)    before --- run ---> after       peak above `before`, without and with the gradients of weights
 
-The dtypes are those of a job. The batch size is a prime that divides no other size, so storages whose size it
-divides scale with the number of samples and all others are constant. Equal block calls are measured once in
-backward. Attention counts as torch's CPU kernel keeps it: the output, one number per query and head, and the
-given mask; a model that computes attention itself keeps its scores. Experts of transformers run as one
-grouped product, whose kernel has no fake form in float32.
+The dtypes are those of a job, cast by the rules of the device that trains. The batch size is a prime that
+divides no other size, so storages whose size it divides scale with the number of samples and all others are
+constant. Equal block calls are measured once in backward. Attention counts as torch's CPU kernel keeps it:
+the output, one number per query and head, and the given mask; a model that computes attention itself keeps
+its scores. Experts of transformers run as one grouped product, whose kernel has no fake form in float32.
 
 It is a forward of its own, since a recording cannot serve: the backward needs the graph of a live forward, in
 the dtypes of the job, and what autograd saves differs under autocast and with grouped experts.
@@ -44,6 +44,7 @@ from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import storage_id
+from meshwright.model.trial.accelerator_autocast import trial_autocast
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import (
@@ -143,7 +144,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         return LinearInSamples(sums["fixed"], sums["per_sample"] / self._num_samples, sums["weight_sized"])
 
     def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        func = _empty_grouped_product if func is torch.ops.aten._grouped_mm.default else func
+        func = empty_grouped_product if func is torch.ops.aten._grouped_mm.default else func
         if self._is_in_block() or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             with self._fake_mode:
                 return func(*args, **kwargs)
@@ -202,7 +203,8 @@ class MemoryTrial:
     """The setup of a memory trial.
 
     `make_module(fake_mode)` returns a module of fake tensors and its blocks; `example_samples` are a few
-    samples. Matmuls run in `compute_dtype` if that is not None.
+    samples. Matmuls run in `compute_dtype` if that is not None, and all else as autocast does on a device of
+    `device_type`.
     """
 
     make_module: ModuleFactory
@@ -210,6 +212,7 @@ class MemoryTrial:
     loss: Loss
     writes_in_place: bool
     compute_dtype: torch.dtype | None = None
+    device_type: str = "cpu"
 
 
 def measure_memory(trial: MemoryTrial) -> ModelMemory | None:
@@ -311,7 +314,7 @@ class _MemoryMeasurement:
 
     def _autocast(self) -> AbstractContextManager:
         dtype = self._trial.compute_dtype
-        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+        return nullcontext() if dtype is None else trial_autocast(dtype, self._trial.device_type)
 
     def _output_bytes(self, block_call: BlockCall) -> LinearInSamples:
         """Bytes of the outputs of a block call, without those that share storage with its inputs."""
@@ -400,7 +403,7 @@ class _MemoryMeasurement:
         )
 
 
-def _empty_grouped_product(
+def empty_grouped_product(
     first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor, *_: object, **__: object
 ) -> torch.Tensor:
     """Returns a tensor without values in place of a product of sorted rows with the weights of their experts

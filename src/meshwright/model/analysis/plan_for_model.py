@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.forward_graph_trace import add_stage_boundaries
+from meshwright.model.analysis.forward_graph_trace import add_stage_boundaries, local_device_type
 from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
 from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
@@ -63,7 +63,8 @@ def model_spec_for(
         model_spec = replace(model_spec, sequence_info=analyzed.sequence_info)
     if dtype == torch.float64:
         return model_spec
-    return replace(model_spec, memory=analyzed.measure_memory(dtype, compute_dtype))
+    memory = analyzed.measure_memory(dtype, compute_dtype, local_device_type())
+    return replace(model_spec, memory=memory)
 
 
 def plan_for_model(

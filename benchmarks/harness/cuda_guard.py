@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from torch.utils.cpp_extension import include_paths
 
 from benchmarks.harness.result import ROOT
 
+LIBRARY = "libnoop_cuda.so"
 GUARD = ROOT / "benchmarks" / "harness" / "noop_cuda.cpp"
 
 
@@ -39,14 +41,17 @@ def run_with_fake_cuda(arguments: Sequence[str]) -> str:
 
     Raises subprocess.CalledProcessError if it fails.
     """
-    with TemporaryDirectory() as folder:
-        library, torch_lib = Path(folder) / "libnoop_cuda.so", Path(torch.__file__).parent / "lib"
-        includes = [f"-I{path}" for path in include_paths()]
-        link = [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}"]
-        options = ["-std=c++20", "-O1", "-shared", "-fPIC", str(GUARD), "-o", str(library)]
-        subprocess.run(["g++", *options, *includes, *link], check=True)
-        env = {**os.environ, "LD_PRELOAD": str(library)}
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, check=True, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
-        ).stdout
+    env = {**os.environ, "LD_PRELOAD": str(Path(_built_guard().name) / LIBRARY)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, check=True, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+
+
+@cache
+def _built_guard() -> TemporaryDirectory:
+    """Returns a folder with the library of the guard, which lasts as long as this process."""
+    folder, torch_lib = TemporaryDirectory(), Path(torch.__file__).parent / "lib"
+    includes = [f"-I{path}" for path in include_paths()]
+    link = [f"-L{torch_lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_lib}"]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", str(GUARD), "-o", str(Path(folder.name) / LIBRARY)]
+    subprocess.run(["g++", *options, *includes, *link], check=True)
+    return folder

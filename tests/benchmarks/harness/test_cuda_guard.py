@@ -4,12 +4,12 @@ import subprocess
 
 import pytest
 
-from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
+from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 
 BACKWARD = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from benchmarks.harness.fake_cuda import end_process
+from benchmarks.harness.cuda_guard import end_process
 
 with FakeTensorMode():
     weight = torch.ones(3, device="cuda", requires_grad=True)
