@@ -10,6 +10,7 @@ from meshwright.comm import current_world as module
 from meshwright.comm.current_world import current_world
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from tests.device.fake_accelerator import fake_accelerator
 
 NCCL, GLOO, BOTH = "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"
 
@@ -17,11 +18,7 @@ NCCL, GLOO, BOTH = "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """A host with four GPUs, on which worlds have no members; the devices that were set."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    chosen = fake_accelerator(monkeypatch, count=4, current=2)
     monkeypatch.setattr(module, "single_rank_world", lambda device: device)
     monkeypatch.setattr(module, "TorchWorld", lambda mesh, rank, device: device)
     return chosen
@@ -74,7 +71,7 @@ def test_the_device_follows_from_the_default_group(
 
 def test_a_rank_that_sees_one_gpu_computes_on_it(gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch):
     initialized(monkeypatch, NCCL, 5)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fake_accelerator(monkeypatch, count=1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert current_world(Mesh(dp_shard=8)) == torch.device("cuda", 0)
 

@@ -37,6 +37,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from meshwright.device.local_device import fused_attention_capability
+
 MAX_SCORES = 1 << 22  # scores that are in memory at once
 NEG_INF = float("-inf")
 
@@ -259,10 +261,11 @@ def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:
         return "cpu"
-    if kind != "cuda" or torch.version.cuda is None:
+    capability = fused_attention_capability(query.device)
+    if capability is None:
         return ""
     wide = max(query.shape[-1], value.shape[-1]) > 256
-    newer = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    newer = capability >= (8, 0)
     if dtype in HALF_DTYPES and mask is None and newer and not wide:
         return "flash"
     return (
