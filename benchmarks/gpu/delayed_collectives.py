@@ -181,6 +181,19 @@ class LateGroup(Group):
         """Exchanges late."""
         return self._late(lambda: self._group.all_to_all(output, tensor, action=action))
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Exchanges rows late."""
+        splits = {"output_splits": output_splits, "input_splits": input_splits}
+        return self._late(lambda: self._group.all_to_all_v(output, tensor, **splits, action=action))
+
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Shifts late."""
         return self._late(lambda: self._group.shift(output, tensor, offset=offset, action=action))

@@ -121,7 +121,7 @@ def _contrastive_loss() -> Loss:
 
     def total(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         scores = 10 * outputs.text_embeds @ outputs.image_embeds.T + batch["target"]
-        own = torch.arange(len(scores))
+        own = torch.arange(len(scores), device=scores.device)
         by_text, by_image = (F.cross_entropy(each, own, reduction="sum") for each in (scores, scores.T))
         return by_text + by_image
 

@@ -12,6 +12,7 @@ from meshwright.device.local_device import (
     device_name,
     device_of_rank,
     fused_attention_capability,
+    has_bfloat16_products,
     local_platform,
     num_accelerators,
     own_device,
@@ -162,3 +163,11 @@ def test_fused_attention_is_asked_of_cuda_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_kind_of_a_device_is_that_of_its_type():
     assert (platform_of(torch.device("cpu")), platform_of(torch.device("cuda", 3))) == (CPU, CUDA)
+
+
+def test_products_in_bfloat16_are_asked_of_cuda_and_known_of_others(monkeypatch: pytest.MonkeyPatch):
+    assert not has_bfloat16_products()
+    for device_type, expected in (("cuda", True), ("xpu", True), ("mps", False)):
+        fake_accelerator(monkeypatch, device_type)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+        assert has_bfloat16_products() is expected

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from meshwright.device.device_memory import free_and_total_nbytes
-from meshwright.device.platforms import CPU, CUDA, PLATFORMS, ROCM, Platform
+from meshwright.device.platforms import CPU, CUDA, PLATFORMS, ROCM, XPU, Platform
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,14 @@ def backend_version(platform: Platform) -> str:
     if platform.type != CUDA.type:
         return f"{platform.name} {number}, {platform.library}"
     return f"{platform.name} {number}, {platform.library} {'.'.join(map(str, torch.cuda.nccl.version()))}"
+
+
+def has_bfloat16_products() -> bool:
+    """Returns whether the accelerator that this process sees, if any, has units for products in bfloat16."""
+    platform = local_platform()
+    if platform.type == CUDA.type:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return platform == XPU
 
 
 def fused_attention_capability(device: torch.device) -> tuple[int, int] | None:
