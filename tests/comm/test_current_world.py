@@ -85,6 +85,33 @@ def test_a_rank_beyond_the_gpus_of_its_host_is_refused(
         current_world(Mesh(dp_shard=8))
 
 
+@pytest.mark.parametrize(
+    ("backends", "device", "told"),
+    [
+        ("cpu:mpi", None, r'on cpu:mpi, cpu needs gloo, and torch sees 4 devices of CUDA\n.*group\("nccl"\)'),
+        ("cpu:gloo", torch.device("cuda", 1), r'on cpu:gloo, cuda:1 needs nccl.*\n.*group\("nccl"\)'),
+        (GLOO, torch.device("cuda", 1), r"on cpu:gloo,cuda:gloo, cuda:1 needs nccl"),
+        (NCCL, torch.device("cpu"), r"on cuda:nccl, cpu needs gloo"),
+    ],
+)
+def test_a_group_that_cannot_carry_the_tensors_of_the_device_is_refused(
+    gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    backends: str,
+    device: torch.device | None,
+    told: str,
+):
+    initialized(monkeypatch, backends, 1)
+    with pytest.raises(PlanError, match=told):
+        current_world(Mesh(dp_shard=8), device)
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    initialized(monkeypatch, NCCL, 1)
+    with pytest.raises(PlanError, match=r'cpu needs gloo, and torch sees no GPU\n.*process_group\("gloo"\)'):
+        current_world(Mesh(dp_shard=8))
+
+
 def test_a_process_of_torchrun_that_initialized_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
     with pytest.raises(PlanError, match=r"the plan has 2\n.*call torch\.distributed\.init_process_group\(\)"):

@@ -52,7 +52,9 @@ def test_without_an_accelerator_it_trains_on_the_cpu_and_says_so_if_torch_was_bu
     assert not caplog.records
     fake_accelerator(monkeypatch, count=0)
     assert (own_device(), local_platform()) == (torch.device("cpu"), CPU)
-    assert "training on the CPU" in caplog.text
+    assert device_of_rank(0, every_visible=True) == torch.device("cpu")
+    said = "training on the CPU: this torch is for CUDA and sees none (CUDA_VISIBLE_DEVICES may hide it)"
+    assert [record.message for record in caplog.records] == [said] * 2
 
 
 def test_an_accelerator_of_another_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

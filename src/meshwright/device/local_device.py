@@ -56,8 +56,15 @@ def own_device() -> torch.device:
     platform = local_platform()
     if platform != CPU:
         return torch.device(platform.type, torch.accelerator.current_device_index())
-    if not is_cpu_build():
-        logger.warning("torch sees no accelerator, which it was built for: training on the CPU")
+    return _cpu()
+
+
+def _cpu() -> torch.device:
+    built_for = torch.accelerator.current_accelerator()
+    if built_for is not None:
+        platform = platform_of(built_for)
+        hidden = f" ({platform.visible_variables[0]} may hide it)" if platform.visible_variables else ""
+        logger.warning("training on the CPU: this torch is for %s and sees none%s", platform.name, hidden)
     return torch.device(CPU.type)
 
 
@@ -69,7 +76,7 @@ def device_of_rank(local_rank: int, *, every_visible: bool) -> torch.device:
     """
     platform, visible = local_platform(), num_accelerators()
     if platform == CPU:
-        return torch.device(CPU.type)
+        return _cpu()
     alone_on_it = visible == 1 and not every_visible
     if local_rank >= visible and not alone_on_it:
         text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
