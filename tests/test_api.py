@@ -104,7 +104,9 @@ def heavy_ball(groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def test_every_public_name_is_there():
-    assert all(getattr(mw, name).__name__ == name for name in mw.__all__ if name != "__version__")
+    names = {name: getattr(mw, name).__name__ for name in mw.__all__ if name != "__version__"}
+    assert names == {name: name for name in names} | {"nn": "meshwright.nn"}
+    assert all(getattr(mw.nn, name).__name__ == name for name in mw.nn.__all__)
     assert sorted(mw.__all__) == dir(mw)
     with pytest.raises(
         AttributeError, match=("has no attribute 'Motor'; it has ActivationCheckpointing, AnalyzedModel")

@@ -24,6 +24,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
+from benchmarks.random_plans.expert_draws import with_experts
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -117,7 +118,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
             },
             "whole-batch loss": "whole-batch loss",
-            "sync_batch_norm": "sync_batch_norm",
+            **{name: name for name in ("sync_batch_norm", "expert_parallel")},
         }
     )
 )
@@ -213,9 +214,7 @@ def draw(seed: int, number: int) -> Draw:
     """Returns the random plan `number` of `seed`."""
     rng = Random(f"{seed}/{number}")
     while True:
-        model = rng.choice(
-            [model for model in MODELS.values() if not (model.whole_batch or model.has_batch_norms)]
-        )
+        model = rng.choice([model for model in MODELS.values() if model.is_drawn])
         tensor_parallel = rng.choices(
             ("", "tensor_parallel 1d", *MULTI_DIM_TENSOR_PARALLEL),
             (3, 4, *((4, 3, 4) if model.square_mesh else (0, 0, 0))),
@@ -238,6 +237,8 @@ def draw(seed: int, number: int) -> Draw:
     )
     if model.name in WHOLE_BATCH and Random(f"{seed}/{number}/loss").random() < 0.5:
         drawn = _with_whole_batch_loss(drawn)
+    elif model.name in ("llama", "gpt2") and Random(f"{seed}/{number}/experts").random() < 0.5:
+        drawn = _with_experts(Random(f"{seed}/{number}/ep"), drawn)
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
     if rng.random() < 0.25 and drawn.num_samples > 1:
@@ -250,6 +251,15 @@ def _with_whole_batch_loss(drawn: Draw) -> Draw:
     if any(isinstance(each, Pipeline) and each.schedule == "dualpipe" for each in drawn.strategies):
         return drawn
     return replace(drawn, model=WHOLE_BATCH[drawn.model], num_microbatches=1, guard=False)
+
+
+def _with_experts(rng: Random, drawn: Draw) -> Draw:
+    """Returns `drawn` with a mixture of experts, and these distributed, if its strategies allow it."""
+    found = with_experts(rng, drawn.mesh, drawn.strategies, MAX_RANKS)
+    if found is None or drawn.guard:
+        return drawn
+    mesh, strategies = found
+    return replace(drawn, model="mixture", mesh=mesh, strategies=strategies)
 
 
 def _with_batch_norms(drawn: Draw) -> Draw:

@@ -9,6 +9,7 @@ and in sizes for square meshes.
     gpt2, dropout        the first gpt2, with dropout; its head is tied to its embedding, as in the others
     two inputs           CLIP: text and images, two chains of blocks that meet in the loss
     .., contrastive      the same with a loss of the whole batch: each text is compared with all images
+    mixture              Mixtral with five experts, of the sizes of the first llama; in place of it
     batch norms          a U-Net whose batch norms take the statistics of the whole batch; data parallelism
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
@@ -27,7 +28,7 @@ import transformers
 from torch import nn
 
 from benchmarks.pipeline.pipeline_models import Samples, UNet, clip, find_model
-from benchmarks.tensor_parallel.tensor_families import model_of
+from benchmarks.tensor_parallel.tensor_families import GROUPED_QUERY_SIZES, Family, model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -48,7 +49,8 @@ class RandomModel:
     `vocab_parallel`: whether embedding and head are shardable by vocabulary; `square_mesh`: whether tensor
     parallelism in 2, 2.5 and 3 dimensions divides its sizes; `num_heads`: the number of heads that context
     parallelism may exchange, 0 if tokens are never sharded along cp. `whole_batch`: the loss takes the whole
-    batch at once. `has_batch_norms`: so do its batch norms.
+    batch at once. `has_batch_norms`: so do its batch norms. `is_drawn`: it is among the models to draw from,
+    and not put in place of one.
     """
 
     name: str
@@ -64,6 +66,7 @@ class RandomModel:
     num_heads: int = 0
     whole_batch: bool = False
     has_batch_norms: bool = False
+    is_drawn: bool = True
 
     def batches(self, count: int, num_samples: int) -> list[Samples]:
         """Returns `count` global batches of random numbers, `num_samples` samples each."""
@@ -140,6 +143,7 @@ def _two_inputs(name: str, loss: Callable[[], Loss], *, whole_batch: bool = Fals
         loss,
         vocab_parallel=False,
         whole_batch=whole_batch,
+        is_drawn=not whole_batch,
     )
 
 
@@ -159,7 +163,21 @@ def _batch_norms() -> RandomModel:
         find_model("u-net").loss,
         vocab_parallel=False,
         has_batch_norms=True,
+        is_drawn=False,
     )
+
+
+def _mixture() -> RandomModel:
+    fields = {**LAYERS, "max_position_embeddings": 32, "use_cache": False}
+    family = Family(
+        "mixture",
+        "Mixtral",
+        "ForCausalLM",
+        GROUPED_QUERY_SIZES,
+        {**fields, "num_local_experts": 5, "num_experts_per_tok": 2},
+    )
+    make = partial(model_of, family)
+    return RandomModel("mixture", make, partial(_text, 9, 0), (9,), 6, 6, num_heads=6, is_drawn=False)
 
 
 MODELS: Mapping[str, RandomModel] = MappingProxyType(
@@ -177,6 +195,7 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
             _even("gpt2", (12,), n_layer=4),
             _even("t5", (12, 8), num_layers=2),
             _batch_norms(),
+            _mixture(),
         )
     }
 )

@@ -1,6 +1,7 @@
 """Makes the pages of the API reference: the public names by subject; Sphinx fills in the docstrings."""
 
 import meshwright
+import meshwright.nn
 from docs.generator.essay import NOTE
 
 FOLDER = "docs/reference/api"
@@ -20,12 +21,17 @@ PAGES = {
         "Strategies",
         "The techniques. Each is a value with options; see [their pages](../../techniques/index.md).",
     ),
+    "layers": (
+        "Layers",
+        "Layers for models of your own, in `mw.nn`: plain PyTorch modules, under every plan the same. "
+        "See [the mixture of experts](../../howto/mixture_of_experts.md).",
+    ),
 }
 
 
 def api_pages() -> dict[str, str]:
     """Returns the text of every page by its path."""
-    public = (name for name in meshwright.__all__ if name != "__version__")
+    public = [*meshwright._MODULE_OF, *(f"nn.{name}" for name in meshwright.nn.__all__)]
     names = sorted(
         public, key=lambda name: (WORKFLOW.index(name) if name in WORKFLOW else len(WORKFLOW), name.lower())
     )
@@ -35,6 +41,8 @@ def api_pages() -> dict[str, str]:
 
 
 def _page_of(name: str) -> str:
+    if name.startswith("nn."):
+        return "layers"
     home = meshwright._MODULE_OF[name]
     if name[0].islower():
         return "functions"
@@ -63,7 +71,9 @@ def _page(page: str, names: list[str]) -> str:
     lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
     for name in names:
         lines += (
-            [f".. autofunction:: {name}"] if name[0].islower() else [f".. autoclass:: {name}", "   :members:"]
+            [f".. autofunction:: {name}"]
+            if _page_of(name) == "functions"
+            else [f".. autoclass:: {name}", "   :members:"]
         )
         lines.append("")
     return "\n".join([*lines[:-1], "```", ""])

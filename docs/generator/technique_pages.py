@@ -1,4 +1,6 @@
-"""Makes the pages of the techniques: one per module of `parallel/`, from its essay, and their index."""
+"""Makes the pages of the techniques: one per module of `parallel/` and `nn/routing/`, from its essay, and
+their index.
+"""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -6,9 +8,9 @@ from pathlib import PurePosixPath
 
 from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
 
-SOURCE = f"{PACKAGE}/parallel"
+SOURCE, ROUTINGS = f"{PACKAGE}/parallel", f"{PACKAGE}/nn/routing"
 FOLDER = "docs/techniques"
-# FOLDER/NAME of the modules below `parallel/` that several techniques share: no technique themselves
+# FOLDER/NAME of the modules there that several techniques share: no technique themselves
 SHARED = (
     "expert/dispatch",
     "context/attention_args_to_4d",
@@ -29,6 +31,9 @@ SHARED = (
     "tensor/joint_sum",
     "tensor/sharded_layer",
     "tensor/layer_split_checks",
+    "routing/routes",
+    "routing/capacity",
+    "routing/losses",
 )
 TITLES = {
     "data": "Data parallelism",
@@ -37,16 +42,20 @@ TITLES = {
     "context": "Context parallelism",
     "pipeline": "Pipeline parallelism",
     "pipeline/schedules": "Pipeline schedules",
+    "expert": "Expert parallelism",
+    "routing": "Routings of experts",
 }
 
 
 def techniques(modules: Iterable[Essay]) -> list[Essay]:
-    """Returns the modules `parallel/FAMILY/NAME.py`, without those that several techniques share.
+    """Returns the modules `parallel/FAMILY/NAME.py` and `nn/routing/NAME.py`, without those that several
+    techniques share.
 
     Raises ValueError when two families have a technique of one name, because a plan file names a technique
     alone.
     """
-    found = [essay for essay in modules if essay.path.startswith(f"{SOURCE}/") and "/" in place(essay)]
+    sources = f"{SOURCE}/", f"{ROUTINGS}/"
+    found = [essay for essay in modules if essay.path.startswith(sources) and "/" in place(essay)]
     found = [
         essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED and essay.name != "__init__"
     ]
@@ -59,8 +68,9 @@ def techniques(modules: Iterable[Essay]) -> list[Essay]:
 
 
 def place(essay: Essay) -> str:
-    """Returns the path of a technique below `parallel/`, without its suffix: `data/zero`."""
-    return str(PurePosixPath(essay.path).relative_to(SOURCE).with_suffix(""))
+    """Returns the family and the name of a technique: `data/zero`, `routing/switch`."""
+    path = PurePosixPath(essay.path).with_suffix("")
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else PurePosixPath(ROUTINGS).parent))
 
 
 def technique_pages(modules: Iterable[Essay]) -> dict[str, str]:
@@ -100,7 +110,7 @@ def _constants(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _index(found: list[Essay]) -> str:
-    lines = ["# Techniques", "", NOTE.format(origin=SOURCE), ""]
+    lines = ["# Techniques", "", NOTE.format(origin=f"{SOURCE} and {ROUTINGS}"), ""]
     families = list(dict.fromkeys(str(PurePosixPath(place(essay)).parent) for essay in found))
     for family in sorted(
         families, key=lambda name: (list(TITLES).index(name) if name in TITLES else len(TITLES), name)

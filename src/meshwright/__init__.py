@@ -65,12 +65,15 @@ _MODULES = {
     "meshwright.run.training.trainer": ("Trainer",),
     "meshwright.verifier.verdict_and_cause": ("Verdict",),
 }
+_PACKAGES = ("nn",)  # with public names of their own
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [*sorted(_MODULE_OF), "__version__"]
+__all__ = sorted([*_MODULE_OF, *_PACKAGES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"meshwright.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'; it has {', '.join(__all__)}")
     return vars(import_module(_MODULE_OF[name]))[name]

@@ -5,7 +5,7 @@ import json
 from meshwright.commands import doctor
 from meshwright.run.doctor.host_checks import Finding
 from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult
-from tests.command_line import forget_ranks, invoke, refuse_to_start
+from tests.command_line import forget_ranks, invoke, lay_out, refuse_to_start
 
 GOOD, BAD = Finding("disk", "ok", "room [enough]"), Finding("port", "failure", "in use", "end it")
 
@@ -47,3 +47,34 @@ def test_processes_that_do_not_end_well_are_a_finding():
         "failure",
         "two local processes did not end well: RuntimeError: planted",
     )
+
+
+def test_at_a_number_of_ranks_the_doctor_counts_the_start_of_a_config_and_checks_nothing(
+    monkeypatch, capsys, tmp_path
+):
+    refuse_to_start(monkeypatch)
+    monkeypatch.setattr(doctor, "host_findings", lambda *where: 1 / 0)
+    sizes = {"pp": 2, "dp_replicate": 1, "dp_shard": -1}
+    config = lay_out(tmp_path, mesh=sizes, train={"batch": 64, "steps": 1})
+    code, out, _ = invoke(capsys, "doctor", config, "--at", "64", "--json")
+    (cost,) = json.loads(out)
+    assert code == 0
+    assert (cost["mesh"], cost["axis_splits"], cost["pair_splits"]) == ("pp 2 x dp_shard 32", 2, 2)
+    code, out, _ = invoke(capsys, "doctor", config, "--at", "32")
+    assert code == 0
+    assert "pp 2 x dp_shard 16" in out
+    assert "(estimate)" in out
+    assert "NVIDIA/nccl issue 534" in out
+
+
+def test_a_config_without_a_number_of_ranks_is_refused(capsys, tmp_path):
+    code, _, err = invoke(capsys, "doctor", tmp_path / "config.toml")
+    assert code == 2
+    assert "name a number of ranks too: --at 1024" in err
+
+
+def test_usual_plans_are_those_of_the_ranks_that_are_named(monkeypatch):
+    monkeypatch.setattr(doctor, "LAYOUTS", {"ZeRO": doctor.LAYOUTS["PP x TP x ZeRO-3"]})
+    ((name, cost),) = doctor.start_up_costs(None, 256)
+    assert (name, cost.mesh) == ("ZeRO", "pp 16 x dp_shard 2 x tp 8")
+    assert (cost.axis_splits, cost.axis_sets, cost.pair_splits, cost.pairs) == (4, 4, 4, 30)

@@ -23,6 +23,7 @@ DEVICE_WORD = re.compile(r"(?<![a-z])(cuda|nccl|rccl|xpu|xccl|hpu|mps)(?![a-z])"
 NAMES_DEVICES = {
     "commands/import_config/accelerate.py": "its kinds of distributed launch",
     "commands/import_config/megatron_rules.py": "its options",
+    "run/doctor/gpu_checks.py": "the variables of a user that it warns of",
     "run/doctor/start_up.py": "cites a measurement of NCCL",
     "verifier/nccl_deadlocks.py": "the rules of NCCL, checked on paper",
     "verifier/static_checks.py": "calls them",

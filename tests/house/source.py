@@ -42,10 +42,13 @@ class Source:
 
     @property
     def is_technique(self) -> bool:
-        """Whether this file is `parallel/FAMILY/NAME.py`, and none that the techniques of a family share."""
+        """Whether this file is `parallel/FAMILY/NAME.py` or `nn/routing/NAME.py`, and none that the
+        techniques of a family share.
+        """
         parts = PurePosixPath(self.path).parts
         shared = "/".join(parts[-2:]).removesuffix(".py") in SHARED
-        return parts[2:3] == ("parallel",) and len(parts) > 4 and not parts[-1].startswith("_") and not shared
+        in_family = (parts[2:3] == ("parallel",) and len(parts) > 4) or parts[2:4] == ("nn", "routing")
+        return in_family and not parts[-1].startswith("_") and not shared
 
     def functions(self) -> Iterator[Function]:
         """Every function and method, nested ones included."""

@@ -3,6 +3,7 @@ train).
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from meshwright.cli.error_output import console, exit_on_error
 from meshwright.cli.launcher_env import cache_folder, current_rank, gloo_interface, local_launcher
 from meshwright.cli.lazy_import import import_command
 from meshwright.cli.plan_inspect_verify_train import EXTRA_ARGS, ConfigArgument
+from meshwright.plan.job.errors import PlanError
 
 
 def launch(
@@ -43,18 +45,40 @@ def launch(
 
 def doctor(
     context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(help="With --at: a config or plan file (TOML); else some usual plans.")
+    ] = None,
+    at: Annotated[
+        int | None,
+        typer.Option(
+            help="Count what starting, saving and resuming would cost on so many ranks, and check nothing.",
+            min=2,
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option(help="The folder of runs; its disk is checked.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check whether this host can train, in under 20 s; under a launcher, all ranks try a collective."""
     with exit_on_error():
+        if at is not None:
+            costs = import_command("doctor").start_up_costs(config, at)
+            if as_json:
+                typer.echo(json.dumps([{"plan": name, **cost.as_dict()} for name, cost in costs], indent=1))
+            else:
+                console.print(import_command("doctor").start_up_view(costs))
+            return
+        if config is not None:
+            text = f"'{config}' is a config, and `doctor` checks the host"
+            raise PlanError(
+                text, fix="name a number of ranks too: --at 1024, or leave it out", location="doctor"
+            )
         interface = gloo_interface()  # before current_rank chooses one
         rank_env, command = current_rank(), import_command("doctor")
         if rank_env is not None and rank_env.store_path is not None:
             command.check_as_rank(rank_env, folder)
             return
         launcher = local_launcher(may_fork=bool(context.obj))
-        report = command.examine_host(folder, cache_folder(), interface, rank_env, launcher)
+        report = command.examine_host(folder, cache_folder(), interface, rank_env, launcher, os.environ)
         if rank_env is None or rank_env.rank == 0:
             if as_json:
                 typer.echo(json.dumps(report.as_dict(), indent=1))

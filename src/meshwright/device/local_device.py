@@ -181,3 +181,9 @@ def fused_attention_capability(device: torch.device) -> tuple[int, int] | None:
     if device.type != CUDA.type or torch.version.cuda is None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+def takes_cudnn_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether the attention of cuDNN takes these tensors, without mask; heads may be grouped."""
+    given = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, True)
+    return torch.backends.cuda.can_use_cudnn_attention(given)

@@ -14,6 +14,7 @@ from meshwright.model.tensor_parallel.layer_roles import (
     hidden_matrices,
     matches_pattern,
 )
+from meshwright.nn import MixtureOfExperts
 from meshwright.plan.job.errors import PlanError
 
 SIZES = {
@@ -85,11 +86,20 @@ def test_every_module_with_its_own_weights_is_a_shardable_layer():
 
 
 def test_experts_and_routers_are_known_and_tables_are_no_experts():
-    kinds = {
-        name: socket.kind
-        for name, socket in by_name(nn.ModuleList([Experts(), TinyRouter(), Places()])).items()
+    moe = MixtureOfExperts(4, 3, 2, shared_intermediate=3)
+    roles = {
+        name: (socket.kind, socket.role)
+        for name, socket in by_name(nn.ModuleList([Experts(), TinyRouter(), Places(), moe])).items()
     }
-    assert kinds == {"0": "experts", "1": "router", "2": "weights"}
+    linears = {f"3.shared.{name}_proj": ("linear", "") for name in ("gate", "up", "down")}
+    assert roles == {
+        "0": ("experts", "experts"),
+        "1": ("router", "replicated"),
+        "2": ("weights", ""),
+        "3.router": ("router", "replicated"),
+        "3.experts": ("experts", "experts"),
+        **linears,
+    }
 
 
 def test_the_plan_that_a_transformers_model_declares_gives_its_roles():

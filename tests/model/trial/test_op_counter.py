@@ -8,6 +8,7 @@ from torch import nn
 from meshwright.api import analyze
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.trial.op_counter import OpCounter
+from meshwright.nn.grouped_linear import grouped_linear
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     AttentionOp,
     LinearInSamples,
@@ -49,13 +50,16 @@ def test_products_of_many_heads_are_counted_together():
     assert noted(lambda: (left @ right, left @ right)).matmuls == (product,)
 
 
-def test_a_grouped_product_is_one_of_all_rows_with_the_weights_of_one_expert():
+@pytest.mark.parametrize(
+    "product",
+    [lambda *args: F.grouped_mm(*args[:2], offs=args[2]), lambda a, b, ends: grouped_linear(a, b.mT, ends)],
+    ids=["torch", "ours"],
+)
+def test_a_grouped_product_is_one_of_all_rows_with_the_weights_of_one_expert(product):
     rows = torch.ones(NUM_SAMPLES * 2, 8, requires_grad=True)
     weights = torch.ones(3, 8, 16, requires_grad=True)
     ends = torch.tensor([4, 4, NUM_SAMPLES * 2], dtype=torch.int32)
-    forward, *backward = noted(
-        lambda: F.grouped_mm(rows, weights, offs=ends).square().sum().backward()
-    ).matmuls
+    forward, *backward = noted(lambda: product(rows, weights, ends).square().sum().backward()).matmuls
     assert forward == MatmulOp(LinearInSamples(0, 2), LinearInSamples(16), LinearInSamples(8), ONE, "float32")
     assert [each.flops(NUM_SAMPLES) for each in backward] == [forward.flops(NUM_SAMPLES)] * 2
 

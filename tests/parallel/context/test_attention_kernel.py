@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness.fake_cuda import run_with_fake_cuda, why_no_fake_cuda
 from meshwright.parallel.context import attention_kernel
 from meshwright.parallel.context.attention_kernel import attention, attention_backward, merge_outputs
 from tests.parallel.context.dense_attention import MASKS, dense, gap, mask_of, sample, with_gradients
@@ -188,3 +191,89 @@ def test_kernels_of_other_devices_are_called_with_their_own_arguments(masked: bo
         found = attention_kernel._flash_backward(grad, *inputs, out, lse, False, SCALE)
     assert (out.shape, lse.shape) == (grad.shape, grad.shape[:3])
     assert [each.shape for each in found] == [each.shape for each in inputs]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, cudnn: bool) -> None:
+    """A GPU of `capability`, on which torch can use cuDNN's attention or not."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda params: cudnn)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "dtype", "width", "kernel"),
+    [
+        ((9, 0), True, torch.bfloat16, 128, "cudnn"),
+        ((9, 0), True, torch.float16, 20, "cudnn"),
+        ((9, 0), False, torch.bfloat16, 128, "flash"),
+        ((9, 0), True, torch.bfloat16, 256, "flash"),
+        ((8, 0), True, torch.bfloat16, 128, "flash"),
+        ((9, 0), True, torch.float32, 128, "efficient"),
+    ],
+)
+def test_cudnn_is_taken_from_hopper_on_where_torch_can_use_it(
+    capability: tuple[int, int],
+    cudnn: bool,
+    dtype: torch.dtype,
+    width: int,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_gpu(monkeypatch, capability, cudnn=cudnn)
+    with FakeTensorMode():
+        query, value = (torch.empty(1, heads, 6, width, dtype=dtype, device="cuda") for heads in (4, 2))
+        assert attention_kernel._choose_kernel(query, value, None) == kernel
+
+
+ON_CUDNN = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from meshwright.parallel.context import attention_kernel as kernel
+
+kernel._choose_kernel = lambda query, value, mask: "cudnn"
+with FakeTensorMode():
+    query, grad = (torch.empty(2, 4, 6, n, dtype=torch.bfloat16, device="cuda") for n in (20, 12))
+    key, value = (torch.empty(2, 2, 6, n, dtype=torch.bfloat16, device="cuda") for n in (20, 12))
+    out, lse = kernel.attention(query, key, value, causal=True, scale=0.6)
+    merged, total = torch.zeros_like(out, dtype=torch.float32), torch.zeros_like(lse)
+    kernel.merge_outputs(merged[:, :, :6], total[:, :, :6], out, lse)
+    found = kernel.attention_backward(grad, query, key, value, out, total, causal=True, scale=0.6)
+for each in (out, lse, *found):
+    print(tuple(each.shape), each.dtype)
+"""
+
+
+@pytest.mark.skipif(bool(why_no_fake_cuda()), reason=why_no_fake_cuda())
+def test_calls_of_cudnn_are_well_formed_and_its_log_sum_exp_can_be_merged() -> None:
+    assert run_with_fake_cuda(["-c", ON_CUDNN]).splitlines() == [
+        "(2, 4, 6, 12) torch.bfloat16",
+        "(2, 4, 6) torch.float32",
+        "(2, 4, 6, 20) torch.bfloat16",
+        "(2, 2, 6, 20) torch.bfloat16",
+        "(2, 2, 6, 12) torch.bfloat16",
+    ]
+
+
+class Kernels(TorchDispatchMode):
+    """The operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_block_is_merged_in_place_by_six_kernels() -> None:
+    out, lse = torch.zeros(1, 2, 8, 4), torch.full((1, 2, 8), float("-inf"))
+    more, more_lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
+    rows = slice(None), slice(None), slice(2, 5)
+    with Kernels() as kernels:
+        merge_outputs(out[rows], lse[rows], more, more_lse)
+    assert kernels.names == ["sub", "sigmoid_", "nan_to_num_", "_to_copy", "lerp", "logaddexp"]
+    assert torch.equal(out[rows], more.float())
+    assert torch.equal(lse[rows], more_lse)
+    assert not out[:, :, :2].any()

@@ -2,14 +2,29 @@
 
 import torch
 
-from meshwright.run.doctor.gpu_checks import gpu_findings
+from meshwright.run.doctor.gpu_checks import gpu_findings, variable_findings
 from tests.device.fake_accelerator import fake_accelerator
 
 
 def test_the_gpus_are_one_finding():
-    finding = next(gpu_findings())
+    finding = next(gpu_findings({}))
     assert (finding.name, finding.level) == ("GPUs", "ok")
     assert torch.accelerator.is_available() or "gloo" in finding.text
+
+
+def test_variables_that_fragment_memory_or_serialize_streams_are_warnings():
+    (allocator,) = variable_findings({})
+    assert allocator.level == "warning"
+    assert allocator.fix == "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        set_well = {
+            name: "max_split_size_mb:512,expandable_segments:True",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        }
+        assert [each.level for each in variable_findings(set_well)] == ["ok"]
+    _, streams = variable_findings({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert streams.level == "warning"
+    assert "unset it" in streams.fix
 
 
 def test_the_dtype_that_takes_tensor_cores_is_proposed(monkeypatch):
@@ -18,5 +33,5 @@ def test_the_dtype_that_takes_tensor_cores_is_proposed(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29))
     for supported in (True, False):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **options: supported)
-        found = [finding.text for finding in gpu_findings()]
-        assert 'precision.compute = "bfloat16"' in found[-1] if supported else len(found) == 1
+        found = [finding.text for finding in gpu_findings({})]
+        assert any('precision.compute = "bfloat16"' in text for text in found) == supported

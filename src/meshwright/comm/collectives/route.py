@@ -35,12 +35,14 @@ class Route:
     ) -> "Route":
         """Returns the route on which this rank sends `counts[i]` rows to rank i; ranks tell each other.
 
-        `counts` are int64 [size of the group]; all ranks call this. On a GPU it waits for the device. `known`
-        are the splits for `counts` without values, those of fake tensors.
+        `counts` are int64 [size of the group]; those of the own rank are left out. All ranks call this. On a
+        GPU it waits for the device. `known` are the splits for `counts` without values (fake tensors).
         """
         arriving = torch.empty_like(counts)
         group.all_to_all(arriving, counts, action=action).wait()
-        return cls(group, *(known or (tuple(counts.tolist()), tuple(arriving.tolist()))))
+        sent, arrived = known or (counts.tolist(), arriving.tolist())
+        here = group.index
+        return cls(group, *((*rows[:here], 0, *rows[here + 1 :]) for rows in (tuple(sent), tuple(arrived))))
 
     @property
     def adjoint(self) -> "Route":

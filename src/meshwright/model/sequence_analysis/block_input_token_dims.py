@@ -29,6 +29,9 @@ from meshwright.model.sequence_analysis.token_rules import (
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import opaque_tensors, tree_tensors, value_leaves
+from meshwright.nn.experts import Experts
+from meshwright.nn.mixture_of_experts import MixtureOfExperts
+from meshwright.nn.routing.capacity import SAMPLE, GroupRouting
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
 
@@ -264,3 +267,23 @@ def note_module_call(
             for dim in find_token_dims(first, trial_lengths.prime_product)
         } - {0}
         block_call.module_num_tokens |= {name: min(inputs_found)} if len(inputs_found) == 1 else {}
+
+
+SHARES_CAPACITY = "shares the capacity of experts among the tokens of a sample"
+
+
+def computes_per_token(experts: nn.Module) -> bool:
+    """Returns whether these experts treat each token by itself, although they sort the rows of all tokens or
+    run differently in a trial.
+    """
+    return isinstance(experts, Experts) or type(experts).__module__.startswith("transformers.")
+
+
+def group_by_sample(module: nn.Module) -> bool:
+    """Returns whether `module` is a mixture of experts with capacity; its groups become whole samples, which
+    may have any length in a trial.
+    """
+    if not isinstance(module, MixtureOfExperts) or not isinstance(module.routing, GroupRouting):
+        return False
+    module.routing = replace(module.routing, group_tokens=SAMPLE)
+    return True

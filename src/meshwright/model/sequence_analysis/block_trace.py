@@ -38,11 +38,14 @@ from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.hf.declared_tp_plan import sdpa_advice
 from meshwright.model.recording.op_table import reads_values
 from meshwright.model.sequence_analysis.block_input_token_dims import (
+    SHARES_CAPACITY,
     BlockInputs,
     TracedBlockCall,
     analyze_block_inputs,
+    computes_per_token,
     describe_attention_call,
     describe_shape,
+    group_by_sample,
     is_unrelated_to_tokens,
     note_module_call,
     note_opaque_outputs,
@@ -141,9 +144,9 @@ class BlockTrace(TorchFunctionMode):
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
         handles = list[RemovableHandle]()
         for name, part in self.module.named_modules():
-            # experts of transformers run differently in a trial, but always per token
+            group_by_sample(part)
             if id(part) in inner_ids:
-                is_expert = name in experts and type(part).__module__.startswith("transformers.")
+                is_expert = name in experts and computes_per_token(part)
                 handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, is_expert)))
                 handles.append(part.register_forward_hook(partial(self._leave_module, is_expert)))
         for name, block in self.blocks.items():
@@ -436,6 +439,7 @@ class BlockTrace(TorchFunctionMode):
             note_module_call(self._block_call, name, args, self.trial_lengths)
             self._block_call.open_modules.append((name, module))
             self._block_call.num_open_experts += is_expert
+            self._note(self._block_call, SHARES_CAPACITY if group_by_sample(module) else "")
 
     def _leave_module(self, is_expert: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ends a module inside a block; outputs of experts have tokens like their inputs."""

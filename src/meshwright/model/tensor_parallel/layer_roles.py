@@ -12,7 +12,8 @@ The *role* of a layer tells along which side of its weight it can be sharded wit
     replicated        unsharded on every rank
 
 A role is declared by the user, else by the model (transformers: `base_model_tp_plan`, `_tp_plan`), else, for
-norms and routers, given by the kind. A layer without a role stays unsharded and is reported with its bytes.
+norms, routers and experts, given by the kind. A layer without a role stays unsharded and is reported with its
+bytes.
 Patterns name modules or parameters; "*" stands for one part between dots: "layers.*.mlp.up".
 
 Limits: names and flags are read; only a run shows that a declared role is right (`meshwright verify`).
@@ -21,6 +22,7 @@ Limits: names and flags are read; only a run shows that a declared role is right
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -32,6 +34,7 @@ DECLARED_BY_USER, DECLARED_BY_MODEL, KNOWN_BY_KIND = "declared by you", "declare
 ROLES_KEY = "model.layer_roles"
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _ROUTERS = re.compile(r"(Router|TopK|Gate|Gating)\w*$")
+_ROLE_OF_KIND = MappingProxyType({"norm": "replicated", "router": "replicated", "experts": "experts"})
 _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
     (nn.Linear, "linear"),
     (nn.Embedding, "embedding"),
@@ -158,7 +161,8 @@ def _find_role(
             return ", ".join(f"{leaf} {role}" for leaf, role in param_roles.items()), source
         if module_role is not None or param_roles:
             return module_role or next(iter(param_roles.values())), source
-    return ("replicated", KNOWN_BY_KIND) if kind in ("norm", "router") else ("", "")
+    role = _ROLE_OF_KIND.get(kind, "")
+    return role, KNOWN_BY_KIND if role else ""
 
 
 def matches_pattern(pattern: str, name: str) -> bool:

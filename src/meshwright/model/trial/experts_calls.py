@@ -2,8 +2,8 @@
 
     experts(hidden [tokens, features], index [tokens, k], weights [tokens, k]) -> [tokens, features]
 
-That is the experts interface of transformers. Every parameter of the module itself has the experts along
-dim 0.
+That is the experts interface of transformers, and of `meshwright.nn.MixtureOfExperts`. Every parameter of the
+module itself has the experts along dim 0.
 Limits: experts that are called otherwise (each with all tokens, or one module per expert) are not found.
 """
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.model.recording.forward_recording import AtenOp, TensorRecord
 from meshwright.model.recording.op_table import find_op
+from meshwright.nn.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     COMPUTE_HEAVY_OPS,
     AttentionOp,
@@ -215,6 +216,8 @@ MATMUL_SHAPES = MappingProxyType(
         aten.bmm: lambda args, out: _matmul_shapes(args[0], args[1]),
         aten.addmm: lambda args, out: _matmul_shapes(args[1], args[2]),
         aten._grouped_mm: lambda args, out: _grouped_shapes(args[0], args[1]),
+        GROUPED_LINEAR: lambda args, out: _grouped_shapes(args[0], args[1].mT),
+        GROUPED_OUTER: lambda args, out: _grouped_shapes(args[0].mT, args[1]),
         aten.baddbmm: lambda args, out: _matmul_shapes(args[1], args[2]),
         aten.convolution: lambda args, out: _convolution_shapes(
             args[0], args[1], out, args[8], (True, False, False)
@@ -230,6 +233,8 @@ def count_flops(op: AtenOp) -> int:
     """Returns the flops of a recorded operation; a multiply-add is two."""
     if op.packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return _sdpa_flops(*(each.shape for each in op.args[:3]))
+    if op.packet is GROUPED_LINEAR:
+        return 2 * prod(op.args[0].shape) * op.args[1].shape[1]
     if op.packet not in flop_registry:
         return 0
     args, kwargs, out = (_shapes(each) for each in (op.args, op.kwargs, op.results))

@@ -20,9 +20,12 @@ to nothing has out 0 and lse -inf.
 
     where       kernel                          keys and values of G heads     widths d, e
     CPU         flash attention of torch        unchanged                      padded with zeros to the same
-    CUDA, half  flash attention, no mask        unchanged                      padded, a multiple of 8
+    CUDA, half  cuDNN or flash, no mask         unchanged                      padded, a multiple of 8
     CUDA        memory-efficient attention      repeated to H heads            padded to a multiple of 8
     else        matmuls and a softmax: any dtype, dropout, and masks that need a gradient
+
+cuDNN's kernel is taken from Hopper on, where torch can use it; `torch.backends.cuda.enable_cudnn_sdp(False)`
+leaves these calls to flash attention.
 
 Matmuls and a softmax: P = exp(scale Q K^T + mask - lse), out = (P keep / (1 - p)) V, with at most MAX_SCORES
 scores in memory. No other kernel holds scores in memory.
@@ -37,9 +40,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from meshwright.device.local_device import fused_attention_capability
+from meshwright.device.local_device import fused_attention_capability, takes_cudnn_attention
 
 MAX_SCORES = 1 << 22  # scores that are in memory at once
+MAX_CUDNN_WIDTH = 128  # of heads, in the backward of cuDNN
 NEG_INF = float("-inf")
 
 
@@ -194,6 +198,8 @@ def attention(
     match "plain" if dropout is not None or row_offset is not None else _choose_kernel(query, value, mask):
         case "cpu":
             out, lse = _cpu(query, key, value, mask, causal, scale)
+        case "cudnn":
+            out, lse = _cudnn(query, key, value, causal, scale)
         case "flash":
             out, lse = _flash(query, key, value, causal, scale)
         case "efficient":
@@ -237,6 +243,8 @@ def attention_backward(
     ):
         case "cpu":
             return _cpu_backward(*given, mask, causal, scale)
+        case "cudnn":
+            return _cudnn_backward(*given, causal, scale)
         case "flash":
             return _flash_backward(*given, causal, scale)
         case "efficient":
@@ -248,13 +256,14 @@ def attention_backward(
 def merge_outputs(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the attention to two sets of keys, from the outputs and lse of both; in the dtype of `out`."""
-    part = torch.sigmoid(other_lse - lse).masked_fill_(
-        other_lse == NEG_INF, 0.0
-    )  # of nothing and nothing: nothing
-    return torch.lerp(out, other_out.to(out.dtype), part.to(out.dtype).unsqueeze(-1)), torch.logaddexp(
-        lse, other_lse
-    )
+    """Merges the attention to other keys into `out` and `lse`, in place, and returns both.
+
+    Views of the rows of a block may be passed: nothing is copied.
+    """
+    # of nothing and nothing: nothing
+    weight = torch.sub(other_lse, lse).sigmoid_().nan_to_num_(0.0).to(out.dtype)
+    torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1), out=out)
+    return out, torch.logaddexp(lse, other_lse, out=lse)
 
 
 def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
@@ -267,12 +276,21 @@ def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
     wide = max(query.shape[-1], value.shape[-1]) > 256
     newer = capability >= (8, 0)
     if dtype in HALF_DTYPES and mask is None and newer and not wide:
-        return "flash"
+        return "cudnn" if _can_use_cudnn(query, value) else "flash"
     return (
         "efficient"
         if dtype in (*HALF_DTYPES[:1], torch.float32) or (dtype == torch.bfloat16 and newer)
         else ""
     )
+
+
+def _can_use_cudnn(query: torch.Tensor, value: torch.Tensor) -> bool:
+    width = _multiple_of_8(query.shape[-1], value.shape[-1])
+    if (fused_attention_capability(query.device) or (0, 0)) < (9, 0) or width > MAX_CUDNN_WIDTH:
+        return False
+    query, value = (_pad_width(each, width) for each in (query, value))
+    # keys have the shape of the values by now
+    return takes_cudnn_attention(query, value, value)
 
 
 def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,6 +354,25 @@ def _cpu_backward(
 
 def _multiple_of_8(*widths: int) -> int:
     return -(-max(widths) // 8) * 8
+
+
+def _cudnn(query: Any, key: Any, value: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    width = _multiple_of_8(query.shape[-1], value.shape[-1])
+    given = [_pad_width(each, width) for each in (query, key, value)]
+    found = aten._scaled_dot_product_cudnn_attention(*given, None, True, 0.0, causal, scale=scale)
+    return found[0][..., : value.shape[-1]], found[1].squeeze(-1)
+
+
+def _cudnn_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide, narrow = query.shape[-1], value.shape[-1]
+    given = [_pad_width(each, _multiple_of_8(wide, narrow)) for each in (grad, query, key, value, out)]
+    draws = torch.zeros((), dtype=torch.int64, device=query.device)
+    lse, longest = lse.contiguous().unsqueeze(-1), (query.shape[-2], key.shape[-2])
+    rest = (lse, draws, draws, None, None, None, *longest, 0.0, causal)
+    found = aten._scaled_dot_product_cudnn_attention_backward(*given, *rest, scale=scale)
+    return found[0][..., :wide], found[1][..., :wide], found[2][..., :narrow]
 
 
 def _flash(query: Any, key: Any, value: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,7 +115,7 @@ def _forward(
                 "row_offset": view.row_offset(pair.queries),
             }
             more = attention(query[mine], keys[theirs], values[theirs], **kwargs)
-            out[mine], lse[mine] = merge_outputs(out[mine], lse[mine], *more)
+            merge_outputs(out[mine], lse[mine], *more)
     return out, lse
 
 

@@ -137,21 +137,25 @@ class ExpertDispatch:
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         firsts = torch.tensor([first for first, _ in self._ranges[1:]], device=index.device)
-        reached = torch.zeros(self._group.size, len(index), dtype=torch.bool, device=index.device)
-        reached.t().scatter_(1, torch.bucketize(index.contiguous(), firsts, right=True), value=True)
+        size = self._group.size
+        nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
+        rank = torch.bucketize(index.contiguous(), firsts, right=True).masked_fill(nowhere, size)
+        reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
+        reached.t().scatter_(1, rank, value=True)
+        reached = reached[:size]
+        route = Route.exchange(self._group, reached.sum(1), self._action_name())
         (own,) = reached[self._group.index].nonzero(as_tuple=True)
         reached[self._group.index] = False
         _, away = reached.nonzero(as_tuple=True)
-        return own, away, Route.exchange(self._group, reached.sum(1), self._action_name())
+        return own, away, route
 
     def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
         shares = reached_shares(self._call, self._group.size)
         num_rows = [round(len(index) * share) for share in shares]
-        mine, size = self._group.index, self._group.size
-        splits = tuple(0 if rank == mine else number for rank, number in enumerate(num_rows))
-        arriving = tuple(0 if rank == mine else num_rows[mine] for rank in range(size))
-        own, away = (index.new_zeros(number) for number in (num_rows[mine], sum(splits)))
+        here, size = num_rows[self._group.index], self._group.size
+        own, away = (index.new_zeros(number) for number in (here, sum(num_rows) - here))
+        splits, arriving = tuple(num_rows), (here,) * size
         counts = index.new_zeros(size)
         return own, away, Route.exchange(self._group, counts, self._action_name(), known=(splits, arriving))
 

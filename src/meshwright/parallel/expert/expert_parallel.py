@@ -28,7 +28,7 @@ on one (token, expert) pair per row, whatever kernel it chooses.
 Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
 host. A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
-(transformers' experts interface).
+(transformers' experts interface, `meshwright.nn.MixtureOfExperts`).
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node).

@@ -137,7 +137,7 @@ class Manifest:
             for name, entry in self.entries.items()
         }
         files = {name: vars(shard) for name, shard in self.files.items()}
-        body = {"step": self.step, "entries": entries, "files": files, "meta": self.meta}
+        body: dict[str, Any] = {"step": self.step, "entries": entries, "files": files, "meta": self.meta}
         try:
             text = seal_json({**CHECKPOINT.header, **body})
         except (TypeError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Checks the GPUs of this host that torch sees, and the library by which they communicate."""
+"""Checks the GPUs of this host that torch sees, their library, and the variables that both read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,8 +17,10 @@ from meshwright.device.platforms import CPU
 from meshwright.run.doctor.host_checks import Finding
 
 
-def gpu_findings() -> Iterator[Finding]:
-    """Checks the GPUs that torch sees, and the library by which they communicate."""
+def gpu_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks the GPUs that torch sees, and the library by which they communicate; `variables` are the
+    environment.
+    """
     platform = local_platform()
     if platform == CPU:
         if Path("/dev/nvidia0").exists():
@@ -39,3 +41,20 @@ def gpu_findings() -> Iterator[Finding]:
         )
         text += "ten times slower, with precision.tf32 = true about two times"
         yield Finding("precision", "ok", text)
+    yield from variable_findings(variables)
+
+
+def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks what torch reads from the environment of a process on a GPU."""
+    name = "PYTORCH_ALLOC_CONF"
+    given = variables.get(name) or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:True" in given:
+        yield Finding("allocator", "ok", given)
+    else:
+        text = "without expandable_segments, batches of many lengths and pipelines fragment the memory"
+        yield Finding("allocator", "warning", text, f"export {name}=expandable_segments:True")
+    queues = variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if queues == "1":
+        text = "CUDA_DEVICE_MAX_CONNECTIONS=1: kernels of all streams wait in one queue, also behind receives"
+        fix = "unset it: Megatron-LM needs it for the order of its kernels, and nothing here does"
+        yield Finding("streams", "warning", text, fix)

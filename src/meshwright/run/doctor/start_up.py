@@ -1,19 +1,19 @@
 """Counts what the start of a job costs at its number of ranks, without starting it.
 
-    splits       communicators of NCCL are split off that of all ranks, and every rank takes part in each split
+    splits       communicators of NCCL are split off that of all ranks; every rank takes part in each split
     store        requests to the store of the rendezvous, which one process answers
     agreement    bytes that a rank receives to compare plans, and collectives in the first step
     save         bytes of the lists of shards that all ranks exchange, and of the manifest
-    restore      bytes that a rank reads: what it keeps, the manifest, and its share of the files for checksums
+    restore      bytes that a rank reads: what it keeps, its share of the files for checksums, the manifest
 
-Splits are those that `comm/disjoint_groups.py` makes, and manifest and lists are made by the code that saves, of
+Splits are those that `comm/disjoint_groups.py` makes. Lists and manifest are made by the code that saves, of
 tensors without memory. The other numbers are formulas; tests compare them with what ranks do at small sizes.
 Seconds are an estimate from a published measurement of another machine (`SPLIT_SOURCE`).
 
 States of the optimizer are counted as those of AdamW: two per element, and a step count.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -30,9 +30,7 @@ from meshwright.run.checkpoint.manifest import Manifest, ShardFile
 from meshwright.run.checkpoint.write_plan import WritePlan, list_shards
 
 SPLIT_S = 2.0  # seconds; an estimate
-SPLIT_SOURCE = (
-    "8 communicators of 8 V100 took 16.3 s (NVIDIA/nccl issue 534, 2021); not measured at this size"
-)
+SPLIT_SOURCE = "8 communicators of 8 V100 took 16.3 s (NVIDIA/nccl issue 534); not measured at this size"
 ADMIT_REQUESTS = 5  # of rank 0, for each other rank, when it has come: here? come? its number; go; here?
 ARRIVE_REQUESTS = 4  # of every other rank: come; go? its token; here
 REGISTER_REQUESTS = 4  # of every rank for the watchdog: which world, the place on its host, how to observe it
@@ -65,27 +63,26 @@ class StartUpCost:
     manifest_nbytes: int
     num_slices: int
     kept_nbytes: int
-    restore_nbytes: int
+    checksum_nbytes: int
 
     @property
-    def restore_ratio(self) -> float:
-        """The bytes read of tensors and manifest to resume, per byte kept."""
-        return (self.restore_nbytes + self.manifest_nbytes) / self.kept_nbytes
+    def read_nbytes(self) -> int:
+        """The bytes that a rank reads to resume."""
+        return self.kept_nbytes + self.checksum_nbytes + self.manifest_nbytes
 
     def as_dict(self) -> dict[str, object]:
         """Returns the counts as plain values."""
-        return {**asdict(self), "restore_ratio": self.restore_ratio}
+        return {**asdict(self), "read_nbytes": self.read_nbytes}
 
 
 def count_start_up(plan: Plan, ranks_per_host: int = 8) -> StartUpCost:
     """Returns what starting, saving and resuming `plan` costs on GPUs, `ranks_per_host` of them a host."""
-    mesh, world = plan.mesh, plan.mesh.world_size
+    mesh, world, saved = plan.mesh, plan.mesh.world_size, SavedState(plan)
     keys = sorted(group_keys(plan, serializes_p2p=True))
     sets = [key for key in keys if not key[1]]
     splits, axis_splits = len(communicator_splits(mesh, keys)), len(communicator_splits(mesh, sets))
     used = {used_axes(mesh, key) for key in keys}
     made = [key for key in used if needs_communicator(mesh, key)]
-    saved = SavedState(plan)
     rank_0, total = store_requests(world, ranks_per_host)
     return StartUpCost(
         str(mesh),
@@ -103,7 +100,7 @@ def count_start_up(plan: Plan, ranks_per_host: int = 8) -> StartUpCost:
         manifest_nbytes=len(saved.manifest.dump()),
         num_slices=sum(len(entry.slices) for entry in saved.manifest.entries.values()),
         kept_nbytes=max(saved.kept_nbytes),
-        restore_nbytes=max(saved.kept_nbytes) + saved.total_nbytes // world,
+        checksum_nbytes=saved.total_nbytes // world,
     )
 
 
@@ -119,22 +116,17 @@ def store_requests(world_size: int, ranks_per_host: int) -> tuple[int, int]:
 def agreement_nbytes(plan: Plan) -> int:
     """Returns the bytes that a rank receives to compare plans and, in its first step, each collective."""
     mesh = plan.mesh
-
-    def compared(role_messages: Iterator[int]) -> int:
-        return sum(role_messages) * CALL_DIGEST_NBYTES
-
-    first_step = max(
-        compared(
-            len(among) or mesh.group_size(message.axes)
+    compared = (
+        sum(
+            len(next(iter(message.member_groups(mesh)))) or mesh.group_size(message.axes)
             for action in role.actions
             for transfer in action.transfers
             for message in transfer.messages
             if message.collective not in POINT_TO_POINT
-            for among in [next(iter(message.member_groups(mesh)))]
         )
         for role in plan.program.roles
     )
-    return mesh.world_size * PLAN_DIGESTS_NBYTES + first_step
+    return mesh.world_size * PLAN_DIGESTS_NBYTES + max(compared) * CALL_DIGEST_NBYTES
 
 
 class SavedState:
@@ -154,7 +146,7 @@ class SavedState:
         for rank in range(plan.mesh.world_size):
             key = self._indices(rank, (*self._other_axes, *self._flat_axes))
             if key not in distinct:
-                distinct[key] = _RankPart(dict(self._of_rank(rank)))
+                distinct[key] = _RankPart(list(self._of_rank(rank)), self._dtype.itemsize)
             self._parts.append(distinct[key])
 
     @property
@@ -181,7 +173,8 @@ class SavedState:
         numel = sum(torch.Size(entry.shape).numel() for entry in self.manifest.entries.values())
         return numel * self._dtype.itemsize
 
-    def _of_rank(self, rank: int) -> Iterator[tuple[str, SavedTensor]]:
+    def _of_rank(self, rank: int) -> Iterator[tuple[str, SavedTensor | None, int]]:
+        """Yields each entry of which a rank has a part: its name, what is saved, the elements kept."""
         view, coordinate = self._view(rank), self._plan.mesh.coordinate(rank)
         shards = {
             shard.name: shard
@@ -192,24 +185,24 @@ class SavedState:
         for local, logical in zip(view.param_shardings, view.logical_param_shardings, strict=True):
             name, shape = logical.param.name, logical.param.shape
             spans = tuple(shard.dim_ranges for shard in view.dim_shards(logical))
-            if name not in flat:
-                begin, numel = 0, local.param.numel
-            elif name in shards and name in view.params_counted_in_sum:
-                begin, numel = shards[name].begin, shards[name].numel
-            else:
-                continue
+            begin, numel, kept = 0, local.param.numel, local.param.numel
+            if name in flat:
+                begin, numel = (shards[name].begin, shards[name].numel) if name in shards else (0, 0)
+                kept = numel if local.is_stored_sharded else kept
             value: SavedTensor = TensorShard(self._empty(numel), begin, shape, spans)
             step: SavedTensor = TensorShard(self._empty(1), 0, ())
             if name not in flat and not self._plan.sharding.block_calls_by_pp_rank:
                 value = value if spans else self._empty(numel).view(shape)
                 step = self._empty(1).view(())
-            yield f"model/{name}", value
+            is_saved = name not in flat or (numel > 0 and name in view.params_counted_in_sum)
+            yield f"model/{name}", value if is_saved else None, kept
             if logical.param.trainable:
-                yield from ((f"optimizer/{state}/{name}", value) for state in STATES)
-                yield f"optimizer/step/{name}", step
+                for state in STATES:
+                    yield f"optimizer/{state}/{name}", value if is_saved else None, numel
+                yield f"optimizer/step/{name}", step if is_saved else None, int(numel > 0)
 
     def _view(self, rank: int) -> RankView:
-        """The view of a rank with the same parameters and slices: shards are told apart by the rank itself."""
+        """The view of a rank with the same parameters and slices; it may have other shards of them."""
         key = self._indices(rank, self._other_axes)
         if key not in self._views:
             self._views[key] = self._plan.rank_view(rank)
@@ -224,10 +217,9 @@ class SavedState:
 
 
 class _RankPart:
-    """What a rank saves, and all its replicas."""
+    """What a rank saves and keeps, and all its replicas."""
 
-    def __init__(self, tensors: dict[str, SavedTensor]) -> None:
-        self.tensors, self.listing = tensors, list_shards(tensors)
-        self.nbytes = sum(
-            (each.values if isinstance(each, TensorShard) else each).nbytes for each in tensors.values()
-        )
+    def __init__(self, entries: Sequence[tuple[str, SavedTensor | None, int]], itemsize: int) -> None:
+        self.tensors = {name: tensor for name, tensor, _ in entries if tensor is not None}
+        self.listing = list_shards(self.tensors)
+        self.nbytes = itemsize * sum(numel for _, _, numel in entries)

@@ -1,0 +1,36 @@
+"""Distributes experts in a random plan: the same plan, with a mixture of experts along `ep` too."""
+
+from collections.abc import Sequence
+from random import Random
+
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.expert_parallel import ExpertParallel
+from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.strategy_interface import Strategy
+
+NOT_BESIDE = (DataParallelMaster, SequenceParallel, TiledMLP)
+STORES = (DDP, NaiveDDP, ZeRO)
+
+
+def with_experts(
+    rng: Random, mesh: Mesh, strategies: Sequence[Strategy], max_ranks: int
+) -> tuple[Mesh, tuple[Strategy, ...]] | None:
+    """Returns the mesh with 2 or 3 ranks along ep, and its strategies; None if they cannot be combined.
+
+    A plan in which ranks have the same samples gets DDP along dp_shard, which sums along ep.
+    """
+    larger = Mesh(**{axis: mesh.size(axis) for axis in AXES if axis != "ep"}, ep=rng.choice((2, 2, 3)))
+    if any(isinstance(each, NOT_BESIDE) for each in strategies) or larger.world_size > max_ranks:
+        return None
+    more: list[Strategy] = [ExpertParallel(), BatchSplit("ep")]
+    if not any(isinstance(each, STORES) for each in strategies):
+        more += [BatchSplit("dp_shard"), DDP("dp_shard")]
+    mixed = [*strategies, *more]
+    rng.shuffle(mixed)
+    return larger, tuple(mixed)

@@ -1,0 +1,59 @@
+"""Expert choice: each expert takes the tokens with the highest scores for it, and all the same number.
+
+All experts have equal loads by construction, without a loss and without dropped work, and a token gets as
+many experts as want it: hard tokens many, easy ones perhaps none, which then pass by the layer.
+
+    group of 4 tokens    scores of expert a   .9 .2 .7 .1      capacity 2      a takes t0, t2
+                         scores of expert b   .1 .8 .3 .9                      b takes t1, t3
+
+    p = softmax(W x) over experts,    expert e takes the C tokens with the largest p_e,    weights = p_e
+    C = factor x tokens / experts: `factor` experts per token in the mean
+
+Cost: experts x C rows = factor x tokens, copied once more than by other routings; tokens x experts scores and
+indices.
+Limits: a token's experts depend on all tokens of its group, also later ones. A language model that predicts
+the next token sees its future in training, and cannot be sampled from token by token.
+Paper: Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing", arXiv 2202.09368 (section 3.2).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.nn.router import Router
+from meshwright.nn.routing.capacity import (
+    GroupRouting,
+    check_capacity,
+    join_groups,
+    split_groups,
+)
+from meshwright.nn.routing.routes import Routes
+from meshwright.plan.job.errors import Diagnostic
+
+
+@dataclass(frozen=True)
+class ExpertChoice(GroupRouting):
+    """`capacity_factor` experts per token in the mean, in each group of `group_tokens` tokens of a sample
+    ("sample": all).
+    """
+
+    capacity_factor: float = 2.0
+
+    def diagnostics(self, num_experts: int) -> Iterator[Diagnostic]:
+        yield from check_capacity(self.capacity_factor, self.group_tokens)
+
+    def route(self, hidden: torch.Tensor, router: Router) -> Routes:
+        logits = router(hidden)
+        probabilities = logits.softmax(-1)
+        num_experts = logits.shape[-1]
+        size, capacity = self.size_and_capacity(hidden.shape[1], num_experts)
+        scores = split_groups(probabilities, size)
+        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)
+        taken = join_groups(taken, hidden)
+        experts = torch.arange(num_experts, device=hidden.device)
+        index = torch.where(taken, experts, num_experts)
+        weights = probabilities.masked_fill(~taken, 0)
+        num_choices = len(scores) * num_experts * capacity
+        return Routes(index, weights, logits, probabilities, None, size, num_choices)
