@@ -20,7 +20,7 @@ STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: help demo test test-full wheel lint format bench docs clean
+.PHONY: help demo test test-full wheel lint format bench gpu docs clean
 
 help: ## say what there is
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 16
@@ -60,6 +60,9 @@ bench: $(STAMP) ## run one benchmark: make bench NAME=engine_overhead
 		echo "which one? make bench NAME=..., one of:" >&2; \
 		grep -rl '^if __name__ ==' benchmarks | sed -E 's|.*/(.*)\.py|  \1|' | sort >&2; exit 2; fi
 	@$(BIN)/python -m $(subst /,.,$(basename $(or $(shell find benchmarks -name '$(NAME).py'),benchmarks/$(NAME).py)))
+
+gpu: $(STAMP) ## on one GPU, at most nine minutes: parity, races, speed, memory, failures; results in benchmarks/results/gpu
+	@$(BIN)/python -m benchmarks.gpu.sections $(ARGS)
 
 docs: $(STAMP) ## write the generated pages, and build the site into build/docs (warnings and broken links are errors)
 	@$(BIN)/python -m docs.generate > /dev/null

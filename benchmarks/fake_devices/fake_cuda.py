@@ -31,8 +31,9 @@ import torch
 from benchmarks.fake_devices.combinations import Combination, combinations
 from benchmarks.fake_devices.rank_on_fake_cuda import Counts, count_rank
 from benchmarks.harness.cuda_guard import end_process, run_with_fake_cuda
-from benchmarks.harness.fake_device import DEVICE, pretend_cuda
+from benchmarks.harness.fake_device import pretend_cuda
 from benchmarks.harness.result import Result
+from meshwright.device.platforms import CUDA
 from meshwright.model.analysis import forward_graph_trace, plan_for_model
 from meshwright.plan.hardware.device_specs import available_cores
 
@@ -169,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.count:
         pretend_cuda()
-        forward_graph_trace.local_device_type = plan_for_model.local_device_type = lambda: DEVICE.type
+        forward_graph_trace.local_platform = plan_for_model.local_platform = lambda: CUDA
         torch.set_num_threads(1)
         print(json.dumps(count(options.count)))
         end_process()

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-import psutil
 import torch
 
+from meshwright.device.device_memory import memory_limit, process_nbytes
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_for_model import check_plan_for_model
@@ -39,7 +39,7 @@ from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 
 if sys.platform != "win32":
-    import resource
+    pass
 
 OOM_PATTERN = re.compile(
     r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE
@@ -230,28 +230,6 @@ def oom_message(
             f"({more})"
         )
     return "\n".join(lines)
-
-
-def memory_limit(device: torch.device) -> int | None:
-    """Returns the memory limit of a process in bytes: of the device, or what the system grants; None without
-    one.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    if sys.platform == "win32":
-        return None
-    granted = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if granted == resource.RLIM_INFINITY else granted
-
-
-def process_nbytes(device: torch.device) -> int:
-    """Returns the relevant bytes: allocated on a device; else resident, or with a limited address space all
-    of it.
-    """
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    memory = psutil.Process().memory_info()
-    return memory.rss if memory_limit(device) is None else memory.vms
 
 
 def _parts(nbytes: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.api import default_strategies
+from meshwright.device.local_device import num_accelerators
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
@@ -297,7 +298,7 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
 def _tensor_core_notes(request: PlanRequest) -> Iterator[str]:
     """Yields what would be faster on the device of the plan: `run.hardware`, or that of this host."""
     named = find_device(request.run.hardware)
-    is_gpu = torch.cuda.is_available() if named is None else True
+    is_gpu = num_accelerators() > 0 if named is None else True
     if is_gpu and request.job.precision.leaves_tensor_cores_idle:
         yield (
             f"matrix products are in {request.job.precision.compute}, without tensor cores: about a tenth of "

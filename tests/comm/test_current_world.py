@@ -10,6 +10,7 @@ from meshwright.comm import current_world as module
 from meshwright.comm.current_world import current_world
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from tests.device.fake_accelerator import fake_accelerator
 
 NCCL, GLOO, BOTH = "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"
 
@@ -17,11 +18,7 @@ NCCL, GLOO, BOTH = "cuda:nccl", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """A host with four GPUs, on which worlds have no members; the devices that were set."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    chosen = fake_accelerator(monkeypatch, count=4, current=2)
     monkeypatch.setattr(module, "single_rank_world", lambda device: device)
     monkeypatch.setattr(module, "TorchWorld", lambda mesh, rank, device: device)
     return chosen
@@ -74,7 +71,7 @@ def test_the_device_follows_from_the_default_group(
 
 def test_a_rank_that_sees_one_gpu_computes_on_it(gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch):
     initialized(monkeypatch, NCCL, 5)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fake_accelerator(monkeypatch, count=1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert current_world(Mesh(dp_shard=8)) == torch.device("cuda", 0)
 
@@ -85,6 +82,33 @@ def test_a_rank_beyond_the_gpus_of_its_host_is_refused(
     initialized(monkeypatch, NCCL, 4)
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(PlanError, match=r"rank 4 of this host needs a GPU of its own, and 4 are visible"):
+        current_world(Mesh(dp_shard=8))
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "told"),
+    [
+        ("cpu:mpi", None, r'on cpu:mpi, cpu needs gloo, and torch sees 4 devices of CUDA\n.*group\("nccl"\)'),
+        ("cpu:gloo", torch.device("cuda", 1), r'on cpu:gloo, cuda:1 needs nccl.*\n.*group\("nccl"\)'),
+        (GLOO, torch.device("cuda", 1), r"on cpu:gloo,cuda:gloo, cuda:1 needs nccl"),
+        (NCCL, torch.device("cpu"), r"on cuda:nccl, cpu needs gloo"),
+    ],
+)
+def test_a_group_that_cannot_carry_the_tensors_of_the_device_is_refused(
+    gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    backends: str,
+    device: torch.device | None,
+    told: str,
+):
+    initialized(monkeypatch, backends, 1)
+    with pytest.raises(PlanError, match=told):
+        current_world(Mesh(dp_shard=8), device)
+
+
+def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
+    initialized(monkeypatch, NCCL, 1)
+    with pytest.raises(PlanError, match=r'cpu needs gloo, and torch sees no GPU\n.*process_group\("gloo"\)'):
         current_world(Mesh(dp_shard=8))
 
 

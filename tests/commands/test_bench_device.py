@@ -19,7 +19,7 @@ from tests.planner.machine.synthetic_device import profile
 @pytest.mark.parametrize(
     ("kind", "threads", "ranks", "told"),
     [
-        ("tpu", 0, 1, ["there is no device 'tpu' to measure", "did you mean 'cpu'?"]),
+        ("tpu", 0, 1, ["there is no device 'tpu' to measure", "did you mean 'xpu'?"]),
         ("cpu", 0, 0, ["0 processes", "from 1 to 64"]),
         ("cpu", 4096, 1, ["4096 threads, and this machine has", "--threads"]),
         ("cuda", 0, 2, ["2 processes on one GPU"]),
@@ -33,7 +33,7 @@ def test_what_cannot_be_measured_is_refused(kind: str, threads: int, ranks: int,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(PlanError, match="no GPU is visible"):
+    with pytest.raises(PlanError, match="no GPU of that kind is visible"):
         verb.parse_request("cuda", 0, 1, quick=True)
 
 

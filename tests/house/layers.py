@@ -1,5 +1,5 @@
-"""Rules on layers: outside `parallel/` nothing compares with the name of a strategy or of a
-technique's file.
+"""Rules on layers: outside `parallel/` nothing compares with the name of a strategy or of a technique's
+file, and outside `device/` nothing names an accelerator or its backend.
 """
 
 import ast
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 
-from tests.house.source import PACKAGE, Finding, Rule, Source, package_sources
+from tests.house.source import PACKAGE, Finding, Function, Rule, Source, package_sources
 
 # Strategy names and module names that are ordinary strings elsewhere, each with the other thing that it
 # names.
@@ -16,6 +16,17 @@ ORDINARY = {
     "interleaved": "a kind of schedule among the choices of the search",
     "sequence_parallel": "a key of the strategies of a measured run, read by the search",
     "ulysses": "a key of the strategies of a measured run, read by the search",
+}
+
+DEVICE_WORD = re.compile(r"(?<![a-z])(cuda|nccl|rccl|xpu|xccl|hpu|mps)(?![a-z])", re.IGNORECASE)
+# Files that name them as their subject, not as the device of this process.
+NAMES_DEVICES = {
+    "commands/import_config/accelerate.py": "its kinds of distributed launch",
+    "commands/import_config/megatron_rules.py": "its options",
+    "run/doctor/gpu_checks.py": "the variables of a user that it warns of",
+    "run/doctor/start_up.py": "cites a measurement of NCCL",
+    "verifier/nccl_deadlocks.py": "the rules of NCCL, checked on paper",
+    "verifier/static_checks.py": "calls them",
 }
 
 
@@ -48,6 +59,35 @@ def compared_technique(source: Source, names: frozenset[str]) -> Iterator[Findin
             yield Finding(line, f"{what}: add the missing concept to the plan, not a condition")
 
 
+def named_devices(source: Source) -> Iterator[Finding]:
+    """Yields identifiers, attributes and strings that name an accelerator or its backend; docstrings,
+    comments and the modules that are imported may.
+    """
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(source.tree)
+        if isinstance(node, Function | ast.ClassDef | ast.Module) and ast.get_docstring(node) is not None
+    }
+    for node in ast.walk(source.tree):
+        match node:
+            case (
+                ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.keyword(arg=str(text))
+            ):
+                pass
+            case ast.FunctionDef(name=text) | ast.ClassDef(name=text) | ast.alias(name=text):
+                pass
+            case ast.Constant(value=str(text)) if id(node) not in docstrings:
+                pass
+            case _:
+                continue
+        if DEVICE_WORD.search(text):
+            yield Finding(node.lineno, f"'{text[:40]}': ask src/meshwright/device")
+
+
+def _outside_device(source: Source) -> bool:
+    return source.path.startswith(PACKAGE) and source.organ != "device" and source.inside not in NAMES_DEVICES
+
+
 def _outside_parallel(source: Source) -> bool:
     return source.path.startswith(PACKAGE) and source.organ != "parallel"
 
@@ -63,5 +103,28 @@ RULES = (
         ),
         good=("f('zero')\n", "zero = 1\n", "if x == 0: pass\n"),
         where=_outside_parallel,
+    ),
+    Rule(
+        "outside device/ nothing names an accelerator",
+        named_devices,
+        bad=(
+            "torch.cuda.synchronize()\n",
+            "if tensor.is_cuda: pass\n",
+            "device = 'cuda:0'\n",
+            "f(f'cuda:{rank}')\n",
+            "backend = 'nccl' if x else 'gloo'\n",
+            "NCCL_FIX = 1\n",
+            "from torch import mps\n",
+            "def use_xpu(): pass\n",
+            "raise ValueError('set CUDA_VISIBLE_DEVICES')\n",
+        ),
+        good=(
+            "def f():\n    'NCCL waits.'\n",
+            "x = 1  # cuda\n",
+            "from meshwright.verifier.nccl_deadlocks import check\n",
+            "throughput = 'lamps'\n",
+            "device.type != 'cpu'\n",
+        ),
+        where=_outside_device,
     ),
 )

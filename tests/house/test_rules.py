@@ -3,7 +3,7 @@
 import pytest
 
 from tests.house import glossary, layers, public, shape, words
-from tests.house.layers import ORDINARY, compared_strings
+from tests.house.layers import NAMES_DEVICES, ORDINARY, compared_strings, named_devices
 from tests.house.source import PACKAGE, Rule, Source, imported, package_sources, python_sources, report
 
 RULES = (*shape.RULES, *words.RULES, *public.RULES, *layers.RULES, *glossary.RULES)
@@ -43,6 +43,12 @@ def test_strings_that_only_look_like_techniques_are_compared_somewhere():
     compared = {text for source in package_sources() for text, _ in compared_strings(source)}
     idle = sorted(ORDINARY.keys() - compared)
     assert not idle, f"ORDINARY excuses strings that nothing compares with: {', '.join(idle)}"
+
+
+def test_files_that_may_name_accelerators_do():
+    naming = {source.inside for source in package_sources() if list(named_devices(source))}
+    idle = sorted(NAMES_DEVICES.keys() - naming)
+    assert not idle, f"NAMES_DEVICES excuses files that name none: {', '.join(idle)}"
 
 
 def test_a_finding_is_reported_with_its_file_and_line():

@@ -56,7 +56,8 @@ def deadlocks(plan: Plan, rule: NcclRule) -> Iterator[str]:
 
 
 def launch_blocking(plan: Plan, variables: dict[str, str]) -> Iterator[Diagnostic]:
-    return check_launch_blocking(plan.program, plan.mesh, variables)
+    name = "CUDA_LAUNCH_BLOCKING"
+    return check_launch_blocking(plan.program, plan.mesh, name, variables.get(name, ""))
 
 
 def message(kind: str, subject: str, peer: int, *waits: str) -> Action:

@@ -71,7 +71,10 @@ def network(
 def device(
     context: typer.Context,
     kind: Annotated[
-        str, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).")
+        str,
+        typer.Option(
+            "--device", help="cpu, or the type of the GPU in torch (default: the GPU, where there is one)."
+        ),
     ] = "",
     threads: Annotated[
         int, typer.Option(help="Threads of a process (default: its share of the cores).", min=0)

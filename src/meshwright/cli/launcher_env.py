@@ -99,8 +99,8 @@ def local_launcher(*, may_fork: bool) -> "LocalLauncher":
     """
     launch_ranks = import_module("meshwright.run.launch.local_launcher").launch_ranks
     torch = import_module("torch")
-    builds = (torch.version.cuda, torch.version.hip, torch.version.xpu)
-    if not may_fork or sys.platform != "linux" or any(builds):
+    is_cpu_build = import_module("meshwright.device.local_device").is_cpu_build
+    if not may_fork or sys.platform != "linux" or not is_cpu_build():
         return lambda argv, world, attempt: launch_ranks(
             ["-m", "meshwright", *argv], world, attempt, dict(os.environ)
         )

@@ -16,6 +16,15 @@ import torch.distributed as dist
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
+from meshwright.device.local_device import (
+    device_of_rank,
+    local_platform,
+    num_accelerators,
+    own_device,
+    platform_of,
+    use_device,
+)
+from meshwright.device.platforms import CPU
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -25,8 +34,8 @@ logger = logging.getLogger(__name__)
 def current_world(mesh: Mesh, device: torch.device | None = None) -> World:
     """Returns the world of this process, as a rank of `mesh`, on `device` (None: as in the table above).
 
-    Raises PlanError when torch.distributed has another number of ranks, or is not initialized in one of
-    several processes of torchrun.
+    Raises PlanError when torch.distributed has another number of ranks, has no backend for the device, or is
+    not initialized (or destroyed again) in one of several processes of torchrun.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if mesh.world_size > 1 and dist.is_torchelastic_launched():
@@ -36,40 +45,43 @@ def current_world(mesh: Mesh, device: torch.device | None = None) -> World:
                 fix="call torch.distributed.init_process_group() first",
                 location="parallelize",
             )
-        return single_rank_world(device or own_device())
-    device = device or _device_of_default_group()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        device = device or own_device()
+        use_device(device)
+        return single_rank_world(device)
+    device = _device_of_default_group() if device is None else _checked_device(device)
+    use_device(device)
     logger.info("rank %d of %d computes on %s", dist.get_rank(), mesh.world_size, device)
     return TorchWorld(mesh, dist.get_rank(), device)
 
 
-def own_device() -> torch.device:
-    """Returns the device of a process without peers: the current GPU of torch, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def gpu_of_rank(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
-    """Returns the GPU of the rank `local_rank` of a host: the one with its number, or the only one that is
-    `visible` to it. With `every_visible` all ranks see the same.
-
-    Raises PlanError when there is none for it.
-    """
-    alone_on_it = visible == 1 and not every_visible
-    if local_rank >= visible and not alone_on_it:
-        text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
-        fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
-        raise PlanError(text, fix=fix, location="environment")
-    return torch.device("cuda", 0 if alone_on_it else local_rank)
-
-
 def _device_of_default_group() -> torch.device:
-    if "cuda:nccl" not in dist.get_backend_config():  # gloo for both kinds of device: its user wants the CPU
-        return torch.device("cpu")
-    default_group, visible = dist.group.WORLD, torch.cuda.device_count()
+    backends, platform = _backend_by_type(), local_platform()
+    if platform == CPU or backends.get(platform.type) != platform.backend:
+        # gloo for all types of device: its user wants the CPU
+        return _checked_device(torch.device(CPU.type))
+    default_group, visible = dist.group.WORLD, num_accelerators()
     if default_group is not None and default_group.bound_device_id is not None:
         return default_group.bound_device_id
     local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank() % max(visible, 1))
-    return gpu_of_rank(local_rank, visible, every_visible=False)
+    return device_of_rank(local_rank, every_visible=False)
+
+
+def _checked_device(device: torch.device) -> torch.device:
+    """Returns `device` if the default group can carry its tensors. Raises PlanError otherwise."""
+    backends, platform = _backend_by_type(), platform_of(device)
+    if backends.get(device.type) == platform.backend:
+        return device
+    here = local_platform()
+    has = "no GPU" if here == CPU else f"{num_accelerators()} devices of {here.name}"
+    wanted = platform if platform != CPU or here.backend is None else here
+    raise PlanError(
+        f"the default process group is on {dist.get_backend_config()}, {device} needs {platform.backend}, "
+        f"and torch sees {has}",
+        fix=f'call torch.distributed.init_process_group("{wanted.backend}")',
+        location="parallelize",
+    )
+
+
+def _backend_by_type() -> dict[str, str]:
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    return {device_type: backend for device_type, _, backend in pairs}

@@ -32,6 +32,7 @@ from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_ho
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
 from meshwright.comm.watchdog.desync_check import DesyncCheck
 from meshwright.comm.watchdog.watchdog import Watchdog
+from meshwright.device.local_device import platform_of
 from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -241,7 +242,7 @@ def init_world(
     *,
     store_path: str | PathLike[str] | None = None,
     endpoint: RendezvousEndpoint | None = None,
-    backend: str = "gloo",
+    backend: str = "",
     device: torch.device | str = "cpu",
     timeout_s: float = 600.0,
     limits: WaitLimits | None = None,
@@ -253,7 +254,8 @@ def init_world(
     Give either `store_path`, a file that does not exist yet and that all ranks can access (one host; the
     store opens no port), or `endpoint`, an address (comm/rendezvous.py). `timeout_s` bounds the rendezvous
     and every wait, unless `limits` give each phase its own. An exception in the body is sent to the other
-    ranks before the connections close. CPU ranks of one host use `shared_memory` where they can.
+    ranks before the connections close. `backend` is one of torch.distributed (by default that of `device`);
+    CPU ranks of one host use `shared_memory` where they can.
 
     Raises ValueError unless exactly one of the two is given, PlanError when the port is taken,
     CollectiveError when not all ranks arrive.
@@ -274,12 +276,12 @@ def init_world(
         )
     try:
         dist.init_process_group(
-            backend,
+            backend or platform_of(device).backend,
             store=store,
             rank=rank,
             world_size=mesh.world_size,
             timeout=_backend_timeout(limits),
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if device.type == "cpu" else device,
         )
     except RuntimeError as error:
         raise _rendezvous_error(rank, mesh.world_size, timeout_s, f" ({error})") from error
@@ -314,9 +316,14 @@ def init_world(
 
 def can_split() -> bool:
     """Returns whether the communicator of all ranks can be split: NCCL made it, for a device."""
-    default_group = dist.group.WORLD
-    is_bound = default_group is not None and default_group.bound_device_id is not None
-    return is_bound and dist.get_backend_config() in ("nccl", "cuda:nccl")
+    device = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
+    if device is None:
+        return False
+    platform = platform_of(device)
+    return platform.can_split and dist.get_backend_config() in (
+        platform.backend,
+        f"{platform.type}:{platform.backend}",
+    )
 
 
 def _backend_timeout(limits: WaitLimits) -> timedelta:

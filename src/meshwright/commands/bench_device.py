@@ -17,6 +17,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from meshwright.commands.bench_network import check_writable
+from meshwright.device.device_memory import free_and_total_nbytes
+from meshwright.device.local_device import device_name, local_platform
+from meshwright.device.platforms import DEVICE_TYPES
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
@@ -33,7 +36,6 @@ from meshwright.run.measure.jitter import timing_windows
 from meshwright.run.measure.profile_files import write_profile
 from meshwright.run.telemetry.run_info import processor_name
 
-DEVICE_KINDS = ("cpu", "cuda")
 MIN_FREE_NBYTES = 1 << 30  # bytes that the largest operands take
 RESULT_FILE = "rated-{}.json"
 
@@ -55,19 +57,18 @@ class DeviceBenchRequest:
 def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> DeviceBenchRequest:
     """Returns what the options ask for; "" and 0 have defaults. Raises PlanError with every diagnostic."""
     diagnostics: list[Diagnostic] = []
-    there = torch.cuda.is_available()
-    chosen = kind or ("cuda" if there else "cpu")
-    if chosen not in DEVICE_KINDS:
+    here = local_platform().type
+    chosen = kind or here
+    if chosen not in DEVICE_TYPES:
         diagnostics.append(
             Diagnostic(
-                f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"
+                f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_TYPES), "--device"
             )
         )
-    elif chosen == "cuda" and not there:
-        diagnostics.append(
-            Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device")
-        )
-    if chosen == "cuda" and ranks > 1:
+    elif chosen not in ("cpu", here):
+        text = f"{chosen}, and no GPU of that kind is visible"
+        diagnostics.append(Diagnostic(text, "--device cpu, or run it where one is", "--device"))
+    if chosen in DEVICE_TYPES and chosen != "cpu" and ranks > 1:
         diagnostics.append(
             Diagnostic(
                 f"{ranks} processes on one GPU",
@@ -171,18 +172,16 @@ def _rated(request: DeviceBenchRequest, barrier: Callable[[], None] = lambda: No
 
 def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> DeviceProfile:
     """Combines the results: the timings of the first process, and the jitter of all."""
-    cuda, figures = request.kind == "cuda", dict(vars(found[0]))
+    device, figures = torch.device(request.kind), dict(vars(found[0]))
     del figures["slices"]
     return DeviceProfile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         kind=request.kind,
-        device=torch.cuda.get_device_name(0) if cuda else processor_name(),
+        device=processor_name() if device.type == "cpu" else device_name(device),
         torch=torch.__version__,
         threads=request.num_threads,
         ranks=request.num_ranks,
-        memory=torch.cuda.get_device_properties(0).total_memory
-        if cuda
-        else psutil.virtual_memory().total // request.num_ranks,
+        memory=free_and_total_nbytes(device)[1] // request.num_ranks,
         straggler_samples=timing_windows([each.slices for each in found]),
         **figures,
     )

@@ -21,6 +21,7 @@ from meshwright.comm.allreduce import FLAT_ALGORITHMS
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
+from meshwright.device.local_device import hide_fix, local_platform, num_accelerators
 from meshwright.plan.hardware.measured_cluster import AllReduceTiming, Cluster, FitError
 from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
@@ -39,7 +40,7 @@ SIZE_PATTERN = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 DEFAULT_SIZES, QUICK_SIZES = "1KiB..64MiB", "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 BUDGET_S, QUICK_BUDGET_S = 12.0, 2.0  # of measuring, per number of ranks; slow cells take longer
 MAX_RANKS = 64
-ONE_GPU_FIX = "measure on a machine with more GPUs; or on the CPU: hide the GPU with CUDA_VISIBLE_DEVICES="
+ONE_GPU_FIX = "measure on a machine with more GPUs"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest
     found = _sizes(sizes or (QUICK_SIZES if quick else DEFAULT_SIZES), diagnostics)
     raise_diagnostics(diagnostics)
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
-    if need > have and not torch.cuda.is_available():
+    if need > have and not num_accelerators():
         text = (
             f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} "
             f"are free"
@@ -118,10 +119,10 @@ def bench_local_ranks(
 
     Raises RanksFailed when a rank failed.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else MAX_RANKS
+    gpus = num_accelerators() or MAX_RANKS
     if max(request.ranks) > gpus:
         text = f"{max(request.ranks)} ranks, each with a GPU of its own, and {gpus} are visible"
-        fix = f"--ranks {min(gpus, 4)}" if gpus > 1 else ONE_GPU_FIX
+        fix = f"--ranks {min(gpus, 4)}" if gpus > 1 else ONE_GPU_FIX + hide_fix(local_platform())
         raise PlanError(text, fix=fix, location="--ranks")
     timings: list[AllReduceTiming] = []
     transport = ""
@@ -229,7 +230,7 @@ def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) 
 
 
 def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = num_accelerators()
     words = (
         text.split(",")
         if text
@@ -238,7 +239,7 @@ def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     found = [int(word) for word in words if word.strip().isdecimal()]
     if not text and not words:
         why = "1 GPU is visible, and one rank has nothing to send to; needed are at least 2 ranks"
-        diagnostics.append(Diagnostic(why, ONE_GPU_FIX, "--ranks"))
+        diagnostics.append(Diagnostic(why, ONE_GPU_FIX + hide_fix(local_platform()), "--ranks"))
         return (2,)
     if len(found) < len(words) or not all(1 < each <= MAX_RANKS for each in found):
         needed = f"needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"

@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.api import analyze, make_plan
 from meshwright.comm.world import init_world
 from meshwright.commands.plan import resolve_config
+from meshwright.device.local_device import local_platform, num_accelerators, use_device
+from meshwright.device.platforms import CPU
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -115,7 +117,7 @@ def examine_host(
     if rank_env is None or rank_env.world == 1:
         findings += _try_here(launcher)
     else:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = local_platform().backend or CPU.library
         findings.insert(0, Finding("launcher", "ok", str(place)))
         try:
             with join_world(
@@ -131,21 +133,19 @@ def examine_host(
 
 def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
     """Runs as one of the local processes that try a collective; rank 0 writes the findings into `folder`."""
-    device, backends = torch.device("cpu"), ["gloo"]
-    if torch.cuda.is_available() and torch.cuda.device_count() >= rank_env.world:
-        backends.append("nccl")
+    devices = {CPU.library: torch.device(CPU.type)}
+    platform = local_platform()
+    if platform.backend is not None and num_accelerators() >= rank_env.world:
+        devices[platform.backend] = torch.device(platform.type, rank_env.local_rank)
     found: list[Finding] = []
-    for backend in backends:
-        if backend == "nccl":
-            device = torch.device("cuda", rank_env.local_rank)
-            torch.cuda.set_device(device)
+    for backend, device in devices.items():
+        use_device(device)
         store = f"{rank_env.store_path}.{backend}"
         try:
             with init_world(
                 LOCAL_MESH,
                 rank_env.rank,
                 store_path=store,
-                backend=backend,
                 device=device,
                 timeout_s=JOIN_TIMEOUT_S,
             ) as world:

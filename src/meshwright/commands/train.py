@@ -18,6 +18,7 @@ from meshwright.commands.plan import (
     resolve_config,
 )
 from meshwright.commands.predict import predict_plan
+from meshwright.device.local_device import device_diagnostics, local_platform
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -138,6 +139,8 @@ def train(
     if from_step is not None and not step_folder(folder / CHECKPOINTS_FOLDER, from_step).is_dir():
         fix = checkpoint_steps_fix(folder / CHECKPOINTS_FOLDER)
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
+    dtypes = plan.job.precision.roles.values()
+    raise_diagnostics(device_diagnostics(local_platform(), plan.mesh.world_size, dtypes))
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
         if from_step is None:
@@ -192,8 +195,9 @@ def train_rank(
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
         run = plan.run
-        if torch.cuda.is_available():
-            raise_diagnostics(list(check_launch_blocking(plan.program, plan.mesh, variables)))
+        for name in local_platform().blocking_variables:
+            given = variables.get(name, "")
+            raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))
         kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
         joining = join_world(
             rank_env,

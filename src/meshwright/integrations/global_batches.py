@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from meshwright.device.local_device import local_platform
 from meshwright.model.tensors.counter_rng import derive_key
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
@@ -170,7 +171,7 @@ def make_loader(
     seed = args.seed if args.data_seed is None else args.data_seed
     options: dict[str, Any] = {
         "num_workers": args.dataloader_num_workers,
-        "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
+        "pin_memory": args.dataloader_pin_memory and local_platform().can_pin_memory,
         "persistent_workers": args.dataloader_persistent_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "multiprocessing_context": args.dataloader_multiprocessing_context,

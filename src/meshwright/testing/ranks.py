@@ -52,8 +52,10 @@ class RankFailure(RuntimeError):
     """A rank of a `ProcessPool` failed, hung or died. The message names the first one and shows its stack."""
 
 
-def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0) -> list[Result]:
-    """Returns the results of `fn(world)` on all ranks of `mesh`, in rank order.
+def run_on_threads(
+    fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0, device: torch.device | str = "cpu"
+) -> list[Result]:
+    """Returns the results of `fn(world)` on all ranks of `mesh`, in rank order; all compute on `device`.
 
     Each rank is a thread with one torch thread. `timeout_s` bounds every wait for a peer and, once a rank has
     failed, the wait for the others to end. Raises the error of the first rank that failed, with a note that
@@ -66,7 +68,7 @@ def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float =
 
     def play(rank: int) -> None:
         torch.set_num_threads(1)
-        world = ThreadWorld(backend, rank)
+        world = ThreadWorld(backend, rank, device)
         try:
             results[rank] = fn(world)
         except BaseException as error:

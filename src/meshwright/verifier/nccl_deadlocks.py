@@ -27,7 +27,7 @@ have come before it begins.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, get_args
@@ -69,13 +69,15 @@ def find_nccl_deadlocks(program: Program, mesh: Mesh, rule: NcclRule) -> Iterato
     yield from check.stopped() if check.is_stuck else check.stops_at_computations()
 
 
-def check_launch_blocking(program: Program, mesh: Mesh, variables: Mapping[str, str]) -> Iterator[Diagnostic]:
-    """Yields a plan whose ranks would wait for each other for ever with CUDA_LAUNCH_BLOCKING=1."""
-    if variables.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0"):
+def check_launch_blocking(program: Program, mesh: Mesh, name: str, given: str) -> Iterator[Diagnostic]:
+    """Yields a plan whose ranks would wait for each other for ever, if the variable `name` has the value
+    `given`, by which the host waits for each kernel, such as CUDA_LAUNCH_BLOCKING=1.
+    """
+    if given in ("", "0"):
         return
     for text in islice(find_nccl_deadlocks(program, mesh, "every_call"), 1):
         yield Diagnostic(
-            f"CUDA_LAUNCH_BLOCKING={variables['CUDA_LAUNCH_BLOCKING']}: every message blocks its rank until "
+            f"{name}={given}: every message blocks its rank until "
             f"its peer is there, and in this schedule the peers wait for each other: {text}",
             'unset it; or look for the error with mesh.pp = 1, or under schedule = "naive_model_parallel"',
             "environment",

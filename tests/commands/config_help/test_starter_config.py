@@ -15,6 +15,7 @@ from meshwright.commands.config_help.starter_config import (
 )
 from meshwright.plan.job.errors import PlanError
 from tests.command_line import LLAMA, TEXT, invoke
+from tests.device.fake_accelerator import fake_accelerator
 
 
 @pytest.fixture
@@ -95,6 +96,6 @@ def test_where_a_gpu_has_bfloat16_matrix_products_are_in_it(
     model: str, corpus: str, monkeypatch: pytest.MonkeyPatch
 ):
     assert "precision.compute" not in starter_values(model, corpus, 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake_accelerator(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
     assert starter_values(model, corpus, 1)["precision.compute"] == "bfloat16"

@@ -1,33 +1,31 @@
 """Joining a world: the device of each rank, and settings that all ranks must share."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.current_world import gpu_of_rank
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join_world import check_same_plan, claim_on_rank_0, join_world
 from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.ranks import run_on_threads
+from tests.device.fake_accelerator import fake_accelerator
 from tests.tiny_model import analyzed_model, plan_of
 
 
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees():
-    assert gpu_of_rank(3, 4, every_visible=False) == torch.device("cuda", 3)
-    assert gpu_of_rank(3, 1, every_visible=False) == torch.device("cuda", 0)
+def test_ranks_that_share_a_host_get_a_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_accelerator(monkeypatch, count=1)
+    with pytest.raises(PlanError, match="rank 1 of this host needs a GPU of its own, and 1 are visible"):
+        join_world(RankEnv(1, 2, 1, store_path=tmp_path / "store"), Mesh(tp=2)).__enter__()
 
 
-@pytest.mark.parametrize(("visible", "every_visible"), [(1, True), (2, False), (0, False)])
-def test_more_ranks_than_gpus_are_refused(visible, every_visible):
-    with pytest.raises(
-        PlanError,
-        match=rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*CUDA_VISIBLE",
-    ):
-        gpu_of_rank(3, visible, every_visible=every_visible)
+def test_ranks_on_a_device_without_a_backend_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    fake_accelerator(monkeypatch, "mps", count=1)
+    with pytest.raises(PlanError, match=r"2 ranks on MPS, and torch\.distributed has no backend for it"):
+        join_world(RankEnv(0, 2, 0, store_path=tmp_path / "store"), Mesh(tp=2)).__enter__()
 
 
 def test_a_rank_alone_meets_nobody():

@@ -9,6 +9,7 @@ import torch
 
 from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
+from meshwright.device.local_device import local_platform
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
@@ -19,7 +20,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 
-TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"
+TRANSPORT = local_platform().backend or "gloo"
 NETWORK = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
 RING = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
 CLUSTER = Cluster(

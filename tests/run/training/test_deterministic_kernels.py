@@ -5,9 +5,11 @@ import torch
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.training.deterministic_kernels import deterministic_kernels
+from tests.device.fake_accelerator import fake_accelerator
 
 
-def test_torch_and_the_environment_ask_for_deterministic_kernels():
+def test_torch_and_the_environment_ask_for_deterministic_kernels(monkeypatch: pytest.MonkeyPatch):
+    fake_accelerator(monkeypatch)
     variables: dict[str, str] = {}
     with deterministic_kernels(variables):
         assert torch.are_deterministic_algorithms_enabled()

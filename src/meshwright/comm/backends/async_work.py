@@ -18,6 +18,7 @@ from meshwright.comm.backends.gloo_workarounds import BackendWork
 from meshwright.comm.collectives.collective_call import CollectiveCall
 from meshwright.comm.collectives.group import Group, Work
 from meshwright.comm.watchdog.watchdog import WAIT_SLICE_S, Watchdog, WatchedWait, wait_until
+from meshwright.device.device_streams import current_stream
 from meshwright.plan.job.errors import CollectiveError
 
 WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
@@ -147,18 +148,18 @@ class P2PWork(Work):
 
 
 class StreamWork(Work):
-    """An algorithm that runs on its own CUDA stream; `keep` stays alive until the wait."""
+    """An algorithm that runs on a stream of its own; `keep` stays alive until the wait."""
 
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, keep: torch.Tensor) -> None:
+    def __init__(self, event: torch.Event, stream: torch.Stream, keep: torch.Tensor) -> None:
         self._event, self._stream = event, stream
         self._keep: torch.Tensor | None = keep
 
     def wait(self) -> None:
         """Makes later kernels of the current stream wait for the result."""
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        current_stream(self._stream.device).wait_event(self._event)
         self._keep = None
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the stream of the algorithm."""
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             callback()

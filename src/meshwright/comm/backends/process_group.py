@@ -42,6 +42,7 @@ from meshwright.comm.collectives.collective_call import (
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog
+from meshwright.device.device_streams import current_stream, record_event
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 
@@ -92,7 +93,7 @@ class TorchGroup(Group):
             self._all_to_all_options.asyncOp = True
         self._comm_thread: CommThread | None = None
         self._receive_buffers = ReceiveBuffers()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
 
     def close(self) -> None:
         """Ends the communication thread of the group, if it has one."""
@@ -321,15 +322,14 @@ class TorchGroup(Group):
             return CompletedWork()
         rounds = run_rounds(get_algorithm(call.algorithm), self.size, self.index, flat)
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
-        if flat.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(flat.device)
-            self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        if flat.device.type != "cpu":
+            self._stream = self._stream or torch.Stream(flat.device)
+            self._stream.wait_stream(current_stream(flat.device))
             flat.record_stream(self._stream)  # a failed step frees it without the wait
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            with self._stream, torch.no_grad():
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)
-                event = torch.cuda.Event()
-                event.record()
+                event = record_event(flat.device)
             return StreamWork(event, self._stream, flat)
         self._comm_thread = self._comm_thread or CommThread(f"rounds over {' x '.join(self.axes)}")
 

@@ -20,6 +20,7 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Group, World
+from meshwright.device.device_streams import synchronize
 from meshwright.plan.hardware.measured_cluster import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
@@ -94,17 +95,12 @@ def _sample(group: Group, operand: torch.Tensor, name: str, nbytes: int, times: 
     """Seconds of one all-reduce by this rank's clock, the mean of `times` in a row."""
     tensor = operand[: nbytes // FLOAT32_NBYTES]
     group.barrier(action="measure")
-    _synchronize(operand)
+    synchronize(operand.device)
     start = perf_counter()
     for _ in range(times):
         group.all_reduce(tensor, action="measure", algorithm=name).wait()
-    _synchronize(operand)
+    synchronize(operand.device)
     return (perf_counter() - start) / times
-
-
-def _synchronize(operand: torch.Tensor) -> None:
-    if operand.is_cuda:
-        torch.cuda.synchronize(operand.device)
 
 
 def _max_over_ranks(group: Group, operand: torch.Tensor, mine: Sequence[float]) -> list[float]:

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwright.commands.config_help.key_reference import TOP_LEVEL, config_tables, toml_text
 from meshwright.commands.plan import ResolvedRequest, resolve_config
+from meshwright.device.local_device import has_bfloat16_products
 from meshwright.model.hf.model_from_config import text_limits
 from meshwright.model.hf.tokenizer_files import own_tokenizer
 from meshwright.model.loading.loader import load_model
@@ -76,7 +75,7 @@ def starter_values(model: str, data: str, devices: int) -> dict[str, Any]:
     values["data.sequence"] = min(MAX_SEQUENCE, positions or MAX_SEQUENCE)
     if tokenizer := own_tokenizer(ModelConfig(source)):
         values["data.tokenizer"] = tokenizer
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+    if has_bfloat16_products():
         values["precision.compute"] = "bfloat16"
     if devices > 1:
         values |= {"mesh.dp_replicate": devices, "train.batch": 8 * devices, "micro_batch": 8}

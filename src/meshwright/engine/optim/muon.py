@@ -78,7 +78,7 @@ class Muon(PerParamOptimizer):
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Returns the singular vectors of `matrix` with singular values between 0.7 and 1.2."""
-    use_bf16 = matrix.is_cuda and matrix.dtype != torch.float64
+    use_bf16 = matrix.device.type != "cpu" and matrix.dtype != torch.float64
     dtype = torch.bfloat16 if use_bf16 else get_compute_dtype(matrix)
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.to(dtype)

@@ -44,7 +44,8 @@ from math import isfinite
 
 import torch
 
-from meshwright.plan.job.errors import PlanError
+from meshwright.device.local_device import device_diagnostics, platform_of
+from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.job.precision import HALF_DTYPES, PrecisionConfig
 from meshwright.plan.plan import Plan
 
@@ -112,6 +113,7 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
 
     Warns of a dtype that is much slower on this device than another.
     """
+    raise_diagnostics(device_diagnostics(platform_of(device), 1, precision.roles.values()))
     for dtype in sorted({precision.parameters, precision.compute} & set(HALF_DTYPES)):
         try:
             x = torch.ones(2, 2, dtype=getattr(torch, dtype), device=device, requires_grad=True)

@@ -26,13 +26,14 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.device.device_streams import record_event, synchronize
 from meshwright.plan.hardware.streams import StreamName
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 # an action, its handler, and the comm actions it waits for
 ResolvedAction = tuple[Action, Handler | None, tuple[str, ...]]
-Timestamp = float | torch.cuda.Event
+Timestamp = float | torch.Event
 
 GLUE, WAIT, ISSUE = "glue", "wait", "issue"  # kinds of spans that are not actions
 
@@ -66,12 +67,11 @@ class StepProfiler:
     """The spans of one step on `device`, in the order of their begin. Another thread may end comm spans."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._uses_events = device.type != "cpu"
         self._spans: list[_OpenSpan] = []
         self._comm_spans: dict[str, _OpenSpan] = {}
         self._waited_for: set[str] = set()
-        if self._cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         self._device = device
         self._origin, self._origin_s = self._now(), perf_counter()
 
@@ -114,8 +114,7 @@ class StepProfiler:
 
         Spans without an end, of a failed step, are left out.
         """
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return [
             ProfilerSpan(
                 span.name,
@@ -130,12 +129,10 @@ class StepProfiler:
         ]
 
     def _now(self) -> Timestamp:
-        if not self._cuda:
+        if not self._uses_events:
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
         # on the current stream: compute's, or in the callback of a collective the one that follows it
-        event.record()
-        return event
+        return record_event(self._device, with_time=True)
 
     def _seconds(self, timestamp: Timestamp) -> float:
         if isinstance(timestamp, float):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.device.local_device import local_platform
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.record_model import SECOND_BATCH_SIZE
 from meshwright.model.context_parallel.block_input_sharding import SingleRankForward
@@ -106,16 +107,11 @@ def add_stage_boundaries(
     """
     inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
     boundaries = (
-        get_forward_graphs(analyzed, dtype, device_type or local_device_type())
+        get_forward_graphs(analyzed, dtype, device_type or local_platform().type)
         .get(inputs, compute_dtype, sequence_sharded=sequence_sharded)
         .boundaries
     )
     return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=boundaries))
-
-
-def local_device_type() -> str:
-    """Returns the type of the device on which a rank of this host trains."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype, device_type: str) -> "ForwardGraphCache":

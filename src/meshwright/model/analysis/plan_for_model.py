@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from meshwright.device.local_device import local_platform
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.forward_graph_trace import add_stage_boundaries, local_device_type
+from meshwright.model.analysis.forward_graph_trace import add_stage_boundaries
 from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
 from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
@@ -63,7 +64,7 @@ def model_spec_for(
         model_spec = replace(model_spec, sequence_info=analyzed.sequence_info)
     if dtype == torch.float64:
         return model_spec
-    memory = analyzed.measure_memory(dtype, compute_dtype, local_device_type())
+    memory = analyzed.measure_memory(dtype, compute_dtype, local_platform().type)
     return replace(model_spec, memory=memory)
 
 

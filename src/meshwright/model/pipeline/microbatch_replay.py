@@ -40,6 +40,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from meshwright.device.platforms import DEVICE_TYPES
 from meshwright.model.recording.op_table import find_op
 from meshwright.model.tensors.call_description import is_constant
 from meshwright.model.tensors.function_modes import (
@@ -147,7 +148,7 @@ def _is_fixed(template: Any) -> bool:
     return not (isinstance(template, (TensorSlot, list, dict)) or is_dataclass_instance(template))
 
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
+AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, DEVICE_TYPES))
 CONSTANT_TYPES = (slice, type(Ellipsis), torch.memory_format, torch.layout)
 
 

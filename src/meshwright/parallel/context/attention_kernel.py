@@ -40,6 +40,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from meshwright.device.local_device import fused_attention_capability, takes_cudnn_attention
+
 MAX_SCORES = 1 << 22  # scores that are in memory at once
 MAX_CUDNN_WIDTH = 128  # of heads, in the backward of cuDNN
 NEG_INF = float("-inf")
@@ -268,10 +270,11 @@ def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:
         return "cpu"
-    if kind != "cuda" or torch.version.cuda is None:
+    capability = fused_attention_capability(query.device)
+    if capability is None:
         return ""
     wide = max(query.shape[-1], value.shape[-1]) > 256
-    newer = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    newer = capability >= (8, 0)
     if dtype in HALF_DTYPES and mask is None and newer and not wide:
         return "cudnn" if _can_use_cudnn(query, value) else "flash"
     return (
@@ -283,12 +286,11 @@ def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
 
 def _can_use_cudnn(query: torch.Tensor, value: torch.Tensor) -> bool:
     width = _multiple_of_8(query.shape[-1], value.shape[-1])
-    if torch.cuda.get_device_capability(query.device) < (9, 0) or width > MAX_CUDNN_WIDTH:
+    if (fused_attention_capability(query.device) or (0, 0)) < (9, 0) or width > MAX_CUDNN_WIDTH:
         return False
     query, value = (_pad_width(each, width) for each in (query, value))
     # keys have the shape of the values by now
-    given = torch.backends.cuda.SDPAParams(query, value, value, None, 0.0, False, True)
-    return torch.backends.cuda.can_use_cudnn_attention(given)
+    return takes_cudnn_attention(query, value, value)
 
 
 def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from math import inf, log
 from statistics import median
 
+from meshwright.device.platforms import DEVICE_TYPES
 from meshwright.plan.hardware.straggler_delay import StragglerSample, straggler_delay
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS, AttentionSize
@@ -92,7 +93,7 @@ class ElementwiseTiming:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A measured device: `kind` is cpu or cuda, `device` its name, `memory` its bytes.
+    """A measured device: `kind` is its type in torch, `device` its name, `memory` its bytes.
 
     On a CPU, `ranks` processes with `threads` threads each were measured at once: the numbers are those of
     one process, and `memory` is its fraction. `call_s` and `call_backward_s` are the minimum of any
@@ -198,8 +199,10 @@ class DeviceProfile:
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in its numbers."""
         fix = "measure again: meshwright bench device"
-        if self.kind not in ("cpu", "cuda"):
-            yield Diagnostic(f"a device of kind '{self.kind}'", "write cpu or cuda", "kind")
+        if self.kind not in DEVICE_TYPES:
+            yield Diagnostic(
+                f"a device of kind '{self.kind}'", f"write one of {', '.join(DEVICE_TYPES)}", "kind"
+            )
         for name, minimum in (("threads", 1), ("ranks", 1), ("memory", 1)):
             if vars(self)[name] < minimum:
                 yield Diagnostic(

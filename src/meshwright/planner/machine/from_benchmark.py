@@ -67,7 +67,7 @@ def streaming_rate(profile: DeviceProfile) -> float:
 
     Partly in caches on a CPU, not on a GPU.
     """
-    if profile.kind == "cuda":
+    if profile.kind != "cpu":
         return profile.memory_ops[-1].bytes_per_s
     return median(
         [each.bytes_per_s for each in profile.memory_ops if each.nbytes >= MIN_ACTIVATION_NBYTES]

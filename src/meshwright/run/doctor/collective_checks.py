@@ -12,6 +12,7 @@ from dataclasses import asdict
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.device.platforms import PLATFORMS
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.doctor.host_checks import Finding
@@ -53,10 +54,8 @@ def collective_findings(world: World, backend: str) -> Iterator[Finding]:
 
 def failed_collective(error: CollectiveError, backend: str) -> Finding:
     """Returns the finding for ranks that did not reach each other."""
-    fix = (
-        "look at the interfaces above; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, open the "
-        "ports between the hosts"
-    )
+    variable = next(platform.interface_variable for platform in PLATFORMS if platform.backend == backend)
+    fix = f"look at the interfaces above; set {variable}, open the ports between the hosts"
     return Finding(f"collective ({backend})", "failure", str(error).split("\n", 1)[0], fix)
 
 

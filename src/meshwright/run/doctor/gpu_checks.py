@@ -1,33 +1,41 @@
-"""Checks the GPUs of this host that torch sees, NCCL, and the variables that both read."""
+"""Checks the GPUs of this host that torch sees, their library, and the variables that both read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from meshwright.device.device_memory import free_and_total_nbytes
+from meshwright.device.local_device import (
+    backend_version,
+    device_name,
+    has_bfloat16_products,
+    local_platform,
+    num_accelerators,
+)
+from meshwright.device.platforms import CPU
 from meshwright.run.doctor.host_checks import Finding
 
 
 def gpu_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks the GPUs that torch sees, and NCCL; `variables` are the environment."""
-    if not torch.cuda.is_available():
+    """Checks the GPUs that torch sees, and the library by which they communicate; `variables` are the
+    environment.
+    """
+    platform = local_platform()
+    if platform == CPU:
         if Path("/dev/nvidia0").exists():
             text = f"there is a GPU, and torch {torch.__version__} cannot use it"
-            yield Finding(
-                "GPUs",
-                "warning",
-                text,
-                "install a CUDA build of torch that fits the driver (nvidia-smi shows it)",
-            )
+            fix = "install a build of torch that fits the driver (nvidia-smi shows it)"
+            yield Finding("GPUs", "warning", text, fix)
         else:
             yield Finding("GPUs", "ok", "none; ranks train on the CPU, over gloo")
         return
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    memory = [torch.cuda.get_device_properties(index).total_memory / 2**30 for index in range(len(names))]
-    shown = ", ".join(f"{name} {size:.0f} GiB" for name, size in zip(names, memory, strict=True))
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    yield Finding("GPUs", "ok", f"{shown}; CUDA {torch.version.cuda}, NCCL {nccl}")
-    if torch.cuda.is_bf16_supported(including_emulation=False):
+    devices = [torch.device(platform.type, index) for index in range(num_accelerators())]
+    shown = ", ".join(
+        f"{device_name(each)} {free_and_total_nbytes(each)[1] / 2**30:.0f} GiB" for each in devices
+    )
+    yield Finding("GPUs", "ok", f"{shown}; {backend_version(platform)}")
+    if has_bfloat16_products():
         text = (
             'matrix products are fastest with precision.compute = "bfloat16"; float32, the default, is about '
         )

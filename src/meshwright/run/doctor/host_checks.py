@@ -125,7 +125,10 @@ def _memory() -> Finding:
 def _shared_memory(place: Path) -> Finding:
     if not place.is_dir():
         return Finding(
-            "shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it"
+            "shared memory",
+            "warning",
+            f"there is no {place}",
+            "mount it: GPU ranks and data workers use it",
         )
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {place}"
@@ -213,7 +216,7 @@ def _exposure() -> Finding:
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
     if public:
         fix = (
-            "train behind a firewall: gloo, NCCL and the stores of torch accept every connection, "
+            "train behind a firewall: the backends and the stores of torch accept every connection, "
             "and encrypt nothing"
         )
         return Finding("exposure", "warning", f"{text}; {', '.join(public)} is a public address", fix)

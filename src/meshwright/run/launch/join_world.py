@@ -14,9 +14,15 @@ import torch
 
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.comm.current_world import gpu_of_rank, own_device
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
+from meshwright.device.local_device import (
+    device_diagnostics,
+    device_of_rank,
+    local_platform,
+    own_device,
+    use_device,
+)
 from meshwright.plan.job.errors import CollectiveError, Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.plan import Plan
@@ -41,27 +47,22 @@ def join_world(
     `limits` bound every wait. With `check_collectives` the ranks compare what they issue; with
     `shared_memory` CPU ranks of one host exchange through shared memory.
     """
-    cuda = torch.cuda.is_available()
     if mesh.world_size == 1:
-        yield single_rank_world(own_device())
+        device = own_device()
+        use_device(device)
+        yield single_rank_world(device)
         return
+    raise_diagnostics(device_diagnostics(local_platform(), mesh.world_size, ()))
     own = rank_env.store_path is not None
-    device = (
-        gpu_of_rank(rank_env.local_rank, torch.cuda.device_count(), every_visible=own)
-        if cuda
-        else torch.device("cpu")
-    )
-    if cuda:
-        torch.cuda.set_device(device)
+    device = device_of_rank(rank_env.local_rank, every_visible=own)
+    use_device(device)
     endpoint = None if own else _rendezvous_address(rank_env.launcher_env)
-    backend = "nccl" if cuda else "gloo"
     path = rank_env.store_path
     with init_world(
         mesh,
         rank_env.rank,
         store_path=path,
         endpoint=endpoint,
-        backend=backend,
         device=device,
         limits=limits or WaitLimits(),
         check_collectives=check_collectives,

@@ -16,9 +16,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from meshwright.comm.allreduce import get_algorithm
+from meshwright.device.local_device import device_name, num_accelerators, own_device
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.network_model import LinkCost
@@ -36,8 +35,8 @@ CLUSTER_HEADER = """\
 
 def describe_machine() -> str:
     """Returns the machine as text: its GPU, or its processor and cores. The text contains no host name."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name(0)} x {torch.cuda.device_count()}"
+    if num_accelerators():
+        return f"{device_name(own_device())} x {num_accelerators()}"
     return f"{processor_name()}, {available_cores()} cores"
 
 

@@ -44,12 +44,12 @@ from meshwright.run.measure.operation_timer import (
     time_operations,
 )
 
-NUM_ROWS_CPU, NUM_ROWS_CUDA, WIDTH = 48, 1 << 17, 512  # on a CPU less than the heap asks the kernel for
+NUM_ROWS_CPU, NUM_ROWS_GPU, WIDTH = 48, 1 << 17, 512  # on a CPU less than the heap asks the kernel for
 
 
 def compute_heavy_operations(device: torch.device) -> tuple[int, dict[str, Callable[[], object]]]:
     """Returns how many numbers each operation produces, and the operations by name."""
-    rows = (NUM_ROWS_CUDA if device.type == "cuda" else NUM_ROWS_CPU, WIDTH)
+    rows = (NUM_ROWS_CPU if device.type == "cpu" else NUM_ROWS_GPU, WIDTH)
     x, g = (torch.randn(rows, device=device) for _ in range(2))
     aten, norm, above, weight = (
         torch.ops.aten,
@@ -179,7 +179,7 @@ def bench_sizes(kind: str, *, quick: bool = False) -> BenchSizes:
             if prod(each) <= QUICK_MAX_MULTIPLICATIONS
         )
         return BenchSizes(small, ATTENTION_SIZES[:6], MEMORY_NBYTES[:-1])
-    large = kind == "cuda"
+    large = kind != "cpu"
     products = (
         *SQUARE_MATMULS,
         *LAYER_MATMULS,

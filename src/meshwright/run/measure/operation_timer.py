@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from meshwright.device.device_streams import synchronize
 from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS
 
 UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them
@@ -38,8 +39,7 @@ class DeviceTimer:
 
     def synchronize(self) -> None:
         """Waits until the device has finished all work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def time_once(self, operation: Callable[[], object]) -> float:
         """Returns the seconds of one `operation`."""

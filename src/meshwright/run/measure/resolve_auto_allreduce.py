@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwright.comm.allreduce.size_rule import AUTO, SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
+from meshwright.device.local_device import num_accelerators
+from meshwright.device.platforms import ACCELERATOR_BACKENDS
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.file_format import PLAN
@@ -88,8 +88,8 @@ def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]
 
 def _mismatch_warnings(cluster: Cluster, path: str) -> Iterator[str]:
     here = describe_machine()
-    gpu = torch.cuda.is_available()
-    if (cluster.transport == "nccl") != gpu:
+    gpu = num_accelerators() > 0
+    if (cluster.transport in ACCELERATOR_BACKENDS) != gpu:
         have = "has GPUs" if gpu else "has none"
         yield (
             f"{path} was measured over {cluster.transport}, and this machine {have}: measure "

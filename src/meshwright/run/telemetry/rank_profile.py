@@ -10,8 +10,6 @@ that is, what the collectives of this rank really sent, by action; `report` comp
 
 import json
 import logging
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +20,8 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.device.device_memory import peak_memory
+from meshwright.device.local_device import device_name
 from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.hardware.device_specs import peak_flops
@@ -130,18 +130,6 @@ class RankUsage:
             "memory": {**memory, "peak": peak_memory(device)},
             "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
         }
-
-
-def device_name(device: torch.device) -> str:
-    """Returns the driver's name of `device`; "cpu" for the host."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def peak_memory(device: torch.device) -> int:
-    """Returns the high-water mark of this process in bytes: allocated on a GPU, resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _peak_flops(plan: Plan, device: torch.device) -> float | None:

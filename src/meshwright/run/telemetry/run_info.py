@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 import torch
 
+from meshwright.device.local_device import device_name
 from meshwright.plan.job.file_format import RUN_INFO
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program_json import program_to_dict
 from meshwright.run.telemetry.atomic_write import replace_file
-from meshwright.run.telemetry.rank_profile import device_name
 
 RUN_INFO_FILE = "run_info.json"
 MemoryByRole = Mapping[str, Mapping[str, int]]

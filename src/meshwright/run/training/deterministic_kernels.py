@@ -16,21 +16,20 @@ Source: torch 2.13, notes/randomness; NVIDIA cuBLAS 13, results reproducibility.
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from meshwright.device.local_device import local_platform
 from meshwright.plan.job.errors import PlanError
 
 WORKSPACES = (":4096:8", ":16:8")
-VARIABLES = MappingProxyType({"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "NCCL_ALGO": "Ring"})
 
 
 @contextmanager
 def deterministic_kernels(variables: MutableMapping[str, str]) -> Iterator[None]:
-    """Takes deterministic kernels while active; `variables` is the environment of this process, before CUDA
-    and NCCL have begun.
+    """Takes deterministic kernels while active; `variables` is the environment of this process, before its
+    device and its backend have begun.
 
     Raises PlanError if a variable of the user asks for other kernels.
     """
@@ -39,7 +38,8 @@ def deterministic_kernels(variables: MutableMapping[str, str]) -> Iterator[None]
         text = f"run.deterministic = true, and CUBLAS_WORKSPACE_CONFIG={given} lets cuBLAS add in any order"
         fix = f"unset it, or set it to {' or '.join(WORKSPACES)}"
         raise PlanError(text, fix=fix, location="environment")
-    for name, value in VARIABLES.items():
+    wanted = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], **local_platform().sum_variables}
+    for name, value in wanted.items():
         variables.setdefault(name, value)
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory

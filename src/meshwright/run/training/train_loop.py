@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.device.device_memory import peak_memory
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
@@ -373,4 +374,4 @@ def _step_record(metrics: Metrics, usage: _StepUsage) -> StepRecord:
 
 
 def _memory(process: psutil.Process, device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process.memory_info().rss
+    return process.memory_info().rss if device.type == "cpu" else peak_memory(device)

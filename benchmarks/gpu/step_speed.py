@@ -1,0 +1,139 @@
+"""A step against plain and compiled PyTorch, and with dropout against without, on one GPU.
+
+All loops train the same Llama on the same tokens with fused AdamW and clipping to norm 1. Plain loops have
+parameters in float32 and compute under autocast; ours too, and with bfloat16 parameters and float32 masters.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.gpu.device_trace import MAX_PLACES, trace_device
+from benchmarks.gpu.llamas import AUTOCAST, BF16, FP32, LlamaSize, make_llama_plan, open_trainer
+from benchmarks.gpu.setting import Setting, clear_memory, seconds_of
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+
+LARGE = LlamaSize(1536, 16, 12, 32000, 4, 2048)  # 550 M parameters
+TINY = LlamaSize(48, 2, 4, 64, 2, 16)
+GPT2_BATCH, GPT2_TOKENS, DROPOUT = 8, 512, 0.1
+
+Step = Callable[[], object]
+
+
+def speed(setting: Setting) -> dict[str, object]:
+    """Returns seconds, tokens per second and the trace of one step of every loop."""
+    size = setting.size(LARGE, TINY)
+    rows: dict[str, dict[str, object]] = {}
+    for name, make in _loops(size, setting).items():
+        clear_memory(setting.device)
+        try:
+            step = make()
+            seconds = seconds_of(step, setting.device, setting.size(10, 2), setting.size(3, 1))
+            places = _waiting_places(step, setting.device)
+            trace = trace_device(step, setting.device).as_dict()
+            tokens_per_s = size.batch * size.sequence / seconds
+            rows[name] = {"s": seconds, "tokens_per_s": tokens_per_s, **trace, "waits at": places}
+        except RuntimeError as error:  # such as compile without a compiler: the other loops are measured
+            rows[name] = {"error": str(error)[:500]}
+        step = None
+        setting.keep({"loops": rows})
+    return {"ok": all("s" in row for row in rows.values()), "size": asdict(size), "loops": rows}
+
+
+def _loops(size: LlamaSize, setting: Setting) -> dict[str, Callable[[], Step]]:
+    def ours(precision: PrecisionConfig) -> Callable[[], Step]:
+        return lambda: _ours(size, precision, setting.device)
+
+    def plain(*, compiled: bool = False, half: bool = True) -> Callable[[], Step]:
+        return lambda: _plain(size, setting.device, compiled=compiled, half=half)
+
+    loops = {
+        "plain autocast": plain(),
+        "meshwright autocast": ours(AUTOCAST),
+        "meshwright bf16 + fp32 master": ours(BF16),
+        "plain autocast, blocks compiled": plain(compiled=True),
+        "plain fp32": plain(half=False),
+        "meshwright fp32": ours(FP32),
+    }
+    return setting.size(loops, {name: loops[name] for name in ("plain autocast", "meshwright autocast")})
+
+
+def _ours(size: LlamaSize, precision: PrecisionConfig, device: torch.device) -> Step:
+    trainer = open_trainer(size, make_llama_plan(size, precision, micro_batch=size.batch), device)
+    batch = trainer.local_batch(size.samples())
+    return lambda: trainer.step(batch)
+
+
+def _plain(size: LlamaSize, device: torch.device, *, compiled: bool, half: bool) -> Step:
+    with device:
+        model = size.make()
+    if compiled:
+        for layer in model.get_submodule("model.layers").children():
+            layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = {name: value.to(device) for name, value in size.samples().items()}
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+            logits = model(input_ids=batch["input_ids"]).logits
+        F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _waiting_places(step: Step, device: torch.device) -> list[str]:
+    """Returns the lines at which the host waited for the device, where torch tells them."""
+    if device.type != "cuda":
+        return []
+    with _synchronization_warnings() as found:
+        step()
+    places = [f"{each.filename}:{each.lineno}" for each in found]
+    return sorted({f"{place} x {places.count(place)}" for place in places})[:MAX_PLACES]
+
+
+@contextmanager
+def _synchronization_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def dropout(setting: Setting) -> dict[str, object]:
+    """Returns seconds and launches of a step of GPT-2 with dropout and without."""
+    seconds, traces = {}, {}
+    for p in (DROPOUT, 0.0):
+        step = _gpt2_step(p, setting)
+        seconds[f"p = {p}"] = seconds_of(step, setting.device, setting.size(5, 1), 2)
+        traces[f"p = {p}"] = trace_device(step, setting.device).as_dict()
+    ratio = seconds[f"p = {DROPOUT}"] / seconds["p = 0.0"]
+    return {"ok": True, "ratio": ratio, "s": seconds, "steps": traces}
+
+
+def _gpt2_step(p: float, setting: Setting) -> Step:
+    batch_size, tokens = setting.size(GPT2_BATCH, 2), setting.size(GPT2_TOKENS, 16)
+    width, layers = setting.size((768, 12), (32, 2))
+    config = GPT2Config(n_embd=width, n_layer=layers, n_head=setting.size(12, 2), use_cache=False)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = p
+    ids = torch.randint(64, (batch_size, tokens + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+    example = {name: value[:1] for name, value in batch.items()}
+    analyzed = analyze(lambda: GPT2LMHeadModel(config), example, loss=token_cross_entropy())
+    job = Job(train=TrainConfig(batch=batch_size), optimizer=OptimizerConfig(lr=1e-4), precision=AUTOCAST)
+    plan = make_plan(analyzed, job, micro_batch=batch_size)
+    trainer = parallelize(analyzed, plan, world=single_rank_world(setting.device))
+    return lambda: trainer.step(trainer.local_batch(batch))

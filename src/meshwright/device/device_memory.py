@@ -1,0 +1,82 @@
+"""Bytes that a device has, has allocated, reserved, and had at most; of the CPU, those of this process."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from meshwright.device.platforms import MPS
+
+if sys.platform != "win32":
+    import resource
+
+
+@dataclass(frozen=True)
+class AllocatorStatistics:
+    """What the allocator of a device did since the start: bytes at its peak, by tensors and reserved, and how
+    often it had to free its cache and try again.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    num_retries: int
+
+
+def allocator_statistics(device: torch.device) -> AllocatorStatistics | None:
+    """Returns the statistics of the allocator of `device`; None where torch keeps none."""
+    if device.type == "cpu":
+        return None
+    found = _statistics(device)
+    names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
+    return AllocatorStatistics(*(found.get(name, 0) for name in names)) if found else None
+
+
+def memory_limit(device: torch.device) -> int | None:
+    """Returns the memory limit of a process in bytes: of the device, or what the system grants; None without
+    one.
+    """
+    if device.type != "cpu":
+        return free_and_total_nbytes(device)[1]
+    if sys.platform == "win32":
+        return None
+    granted = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if granted == resource.RLIM_INFINITY else granted
+
+
+def free_and_total_nbytes(device: torch.device) -> tuple[int, int]:
+    """Returns how many bytes of `device` no process has, and how many it has at all."""
+    if device.type == "cpu":
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+    if device.type == MPS.type:  # it shares the memory of the host
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    return torch.accelerator.get_memory_info(device)
+
+
+def process_nbytes(device: torch.device) -> int:
+    """Returns the relevant bytes: allocated on a device; else resident, or with a limited address space all
+    of it.
+    """
+    if device.type != "cpu":
+        return _statistics(device).get("allocated_bytes.all.current", 0)
+    memory = psutil.Process().memory_info()
+    return memory.rss if memory_limit(device) is None else memory.vms
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the high-water mark of this process in bytes: allocated on a device, resident on the host."""
+    if device.type != "cpu":
+        return _statistics(device).get("allocated_bytes.all.peak", 0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _statistics(device: torch.device) -> Mapping[str, int]:
+    if device.type == MPS.type:  # it keeps no peak
+        nbytes = torch.mps.current_allocated_memory()
+        return {"allocated_bytes.all.current": nbytes, "allocated_bytes.all.peak": nbytes}
+    module: Any = torch.get_device_module(device)
+    return module.memory_stats(device)
