@@ -41,7 +41,7 @@ CLAIM = (
 )
 NUM_PLANS = 500  # that are made; refused ones do not count
 NUM_DRAWN = 580  # of which more than 500 are made
-PER_PROCESS = 10  # plans that one process checks
+PER_PROCESS = 50  # plans that one process checks: it analyzes each model once
 
 Row = dict[str, Any]
 
@@ -107,6 +107,7 @@ def main() -> None:
     parser = ArgumentParser(description="races between streams")
     parser.add_argument("--only", type=int, default=-1, help="the number of one random plan")
     parser.add_argument("--check", action="append", help="a planted race, or the number of a random plan")
+    parser.add_argument("--processes", type=int, default=available_cores())
     options = parser.parse_args()
     if options.check:
         planted = {each.name: each for each in PLANTED}
@@ -125,7 +126,7 @@ def main() -> None:
         return
     store = CaseStore(NAME)
     found: dict[str, Row] = store.read()
-    with ThreadPoolExecutor(available_cores()) as pool:
+    with ThreadPoolExecutor(options.processes) as pool:
         for ended in as_completed([pool.submit(check_in_subprocess, *each) for each in _missing_rows(found)]):
             for row in ended.result():
                 found[row["case"]] = row
