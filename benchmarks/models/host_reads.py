@@ -1,16 +1,18 @@
 """Reads of the device by the host in one training step, counted on fake CUDA tensors.
 
-A read (`.item()`, `.tolist()`, a copy to the CPU) waits for all that the device still has to do, and nothing
-is launched meanwhile. One rank is simulated; its second step runs forward, backward and optimizer on fake
-CUDA tensors in a CPU build of torch. A device guard that does nothing (benchmarks/harness/noop_cuda.cpp) lets
-autograd run on them, on a thread of its own, as on a GPU.
+A read (`.item()`, `.tolist()`, a copy to the CPU), and a copy to the device from memory that is not pinned,
+waits for all that the device still has to do, and nothing is launched meanwhile. One rank is simulated; its
+second step runs forward, backward and optimizer on fake CUDA tensors in a CPU build of torch. A device guard
+that does nothing (benchmarks/harness/noop_cuda.cpp) lets autograd run on them, on a thread of its own, as on
+a GPU.
 
-    TOKEN_COUNT    one read of the global count; LOSS needs it
-    metrics        one of the gradient norm and one of the loss, after the optimizer has been launched
+    reads    none: the loss is divided by the count on the device, and metrics are read when somebody looks
+    waits    STEP waits for the copy of the count (`HostCopy.values`), that is, until the device has begun the
+             step: forward and backward stay queued
 
 Batches are on the CPU, as a data loader makes them: what counts in them is no read of the device. Before, a
-step read the count of each microbatch, and the norm before the optimizer: 4 reads, and one per microbatch.
-The aim is none; until then the claim is about the two reads that are left at the end, and the one between.
+step read the count of each microbatch and of all, the norm before the optimizer, norm and loss at the end,
+and copied each tensor of each microbatch by itself: 4 reads, one per microbatch, and two copies.
 """
 
 import json
@@ -23,6 +25,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -34,6 +37,7 @@ from benchmarks.harness.fake_cuda import end_process, run_with_fake_cuda
 from benchmarks.harness.result import Result
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.runtime.async_copies import HostCopy
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
@@ -43,8 +47,8 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.verifier.message_trace import answer_reads
 
 NAME = "host_reads"
-CLAIM = "a training step without a guard reads the device three times, however many microbatches it has"
-LIMIT = 3
+CLAIM = "a training step without a guard never waits for what it has launched"
+LIMIT = 0
 DEVICE = torch.device("cuda", 0)
 HALF = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")
 CASES = (
@@ -58,15 +62,15 @@ CASES = (
 )
 
 
-def count_in_subprocess(names: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Returns the reads of each case (or of `names` alone) by place, from a process with the guard."""
+def count_in_subprocess(names: Sequence[str] = ()) -> dict[str, dict[str, dict[str, int]]]:
+    """Returns the reads and waits of each case, or of `names` alone, from a process with the guard."""
     return json.loads(run_with_fake_cuda(["-m", "benchmarks.models.host_reads", "--count", *names]))
 
 
 class ReadCounter(TorchDispatchMode):
     """While active (`with`), counts the reads of the device by their place in the library.
 
-    The numbers of a tensor that `tolist` returns are one read.
+    `tolist` of a tensor is a read per number here, and one on a device.
     """
 
     def __init__(self) -> None:
@@ -77,35 +81,58 @@ class ReadCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        to_host = func is torch.ops.aten._to_copy.default and kwargs.get("device") == torch.device("cpu")
-        reads = func is torch.ops.aten._local_scalar_dense.default
-        if (reads or to_host) and args[0].device.type == DEVICE.type:
-            frames = [f for f in traceback.extract_stack() if f"{os.sep}meshwright{os.sep}" in f.filename]
-            place = next(frame for frame in reversed(frames) if "message_trace" not in frame.filename)
-            self.reads[f"{Path(place.filename).name}: {place.line}"] += 1
+        is_read = func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == DEVICE.type
+        if is_read or is_blocking_copy(func, args, kwargs):
+            self.reads[_place()] += 1
         return func(*args, **kwargs)
 
 
-def count_reads(case: Case) -> dict[str, int]:
-    """Returns the reads of the second step of rank 0 of `case`, by place; needs the guard."""
+def _place() -> str:
+    """Returns the line of the library that runs."""
+    frames = [frame for frame in traceback.extract_stack() if f"{os.sep}meshwright{os.sep}" in frame.filename]
+    place = next(frame for frame in reversed(frames) if "message_trace" not in frame.filename)
+    return f"{Path(place.filename).name}: {place.line}"
+
+
+def is_blocking_copy(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether `func` copies between host and device, and returns when the device has done it."""
+    if func is torch.ops.aten._to_copy.default:
+        source, target, non_blocking = args[0].device, kwargs.get("device"), kwargs.get("non_blocking", False)
+        target = source if target is None else torch.device(target)
+    elif func is torch.ops.aten.copy_.default:
+        source, target, non_blocking = args[1].device, args[0].device, (args[2] if len(args) > 2 else False)
+    else:
+        return False
+    return source.type != target.type and not (non_blocking or kwargs.get("non_blocking", False))
+
+
+def count_reads(case: Case) -> dict[str, dict[str, int]]:
+    """Returns the reads and the waits of the second step of rank 0 of `case`, by place; needs the guard."""
     plan, mode = case.plan(), FakeTensorMode(allow_non_fake_inputs=True)
     dtype = getattr(torch, plan.job.precision.parameters)
     module = _on_device(make_trained_module(analyzed_model(case.model), DEVICE, dtype, mode), mode)
-    counter = ReadCounter()
+    counter, waits, values = ReadCounter(), Counter[str](), HostCopy.values
+
+    def count_wait(copy: HostCopy) -> list[float]:
+        waits[_place()] += 1
+        return values(copy)
+
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(answer_reads(module.module))
         stack.enter_context(counter)
+        stack.enter_context(patch.object(HostCopy, "values", count_wait))
         works: dict[str, Work] = defaultdict(CompletedWork)
         state = RankState(module, FakeWorld(plan.mesh, 0, DEVICE), token_cross_entropy(), works=works)
         executor = StepExecutor(plan.for_rank(0), state)
         batch = random_samples(len(plan.samples_read(0)))
         executor.step(batch)
         counter.reads.clear()
+        waits.clear()
         executor.step(batch)
-        found = dict(counter.reads)
+        found = {"reads": dict(counter.reads), "waits": dict(waits)}
         executor.close()
-    return {place: 1 if ".tolist()" in place else reads for place, reads in found.items()}
+    return found
 
 
 def _on_device(trained_module: TrainedModule, mode: FakeTensorMode) -> TrainedModule:
@@ -128,10 +155,10 @@ def _on_device(trained_module: TrainedModule, mode: FakeTensorMode) -> TrainedMo
     return replace(trained_module, parameters=parameters)
 
 
-def result(found: Mapping[str, Mapping[str, int]]) -> Result:
-    """Returns the result of all cases: how many read the device at most three times a step."""
-    values = [float(sum(reads.values())) for reads in found.values()]
-    detail = {"reads by place": {name: dict(reads) for name, reads in found.items()}}
+def result(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Result:
+    """Returns the result of all cases: how many steps read nothing of the device."""
+    values = [float(sum(counts["reads"].values())) for counts in found.values()]
+    detail = {"by place": {name: dict(counts) for name, counts in found.items()}}
     return Result.of_count(NAME, CLAIM, values, limit=LIMIT, bar=len(values), detail=detail)
 
 

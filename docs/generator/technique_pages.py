@@ -10,6 +10,7 @@ SOURCE = f"{PACKAGE}/parallel"
 FOLDER = "docs/techniques"
 # FOLDER/NAME of the modules below `parallel/` that several techniques share: no technique themselves
 SHARED = (
+    "expert/dispatch",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",

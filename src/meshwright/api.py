@@ -24,7 +24,7 @@ from meshwright.engine.optim.make_optimizers import OptimizerMaker
 from meshwright.engine.optim.optimizer_template import optimizer_template
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.engine.runtime.mixed_precision import check_dtype_support
+from meshwright.engine.runtime.mixed_precision import check_dtype_support, set_float32_products
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -42,6 +42,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
@@ -151,8 +152,8 @@ def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...
 
     dp_replicate and dp_shard split the batch; dp_replicate is DDP, dp_shard is ZeRO. tp is Megatron tensor
     parallelism, with vocabulary parallelism if the model allows it; pp is a 1F1B pipeline; cp is ring
-    attention. A model whose own activation checkpointing was on gets that of the plan, and batch norms take
-    the statistics of all ranks.
+    attention; ep splits the batch too, and distributes experts. A model whose own activation checkpointing
+    was on gets that of the plan, and batch norms take the statistics of all ranks.
     """
     strategies: tuple[Strategy, ...] = (Pipeline(),) if mesh.pp > 1 else ()
     if model_spec.requests_checkpointing and len(model_spec.block_calls) > 1:
@@ -160,10 +161,11 @@ def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...
     strategies += (TensorParallel(),) if mesh.tp > 1 else ()
     strategies += (VocabParallel(),) if mesh.tp > 1 and can_shard_vocab(model_spec, mesh.tp) else ()
     strategies += (RingAttention(),) if mesh.cp > 1 else ()
-    if mesh.dp_shard == mesh.dp_replicate == 1:
+    strategies += (ExpertParallel(), BatchSplit(axis="ep")) if mesh.ep > 1 else ()
+    if mesh.dp_shard == mesh.dp_replicate == mesh.ep == 1:
         return (*strategies, DDP(axis="cp")) if mesh.cp > 1 else strategies
     strategies += (SyncBatchNorm(),) if model_spec.batch_norm_calls else ()
-    if mesh.dp_shard == 1:
+    if mesh.dp_shard == 1 and mesh.dp_replicate > 1:
         return (*strategies, BatchSplit(), DDP())
     split = BatchSplit(axis="dp_shard")
     return (
@@ -226,6 +228,7 @@ def parallelize(
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)
+    set_float32_products(plan.job.precision, world.device)
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(analyzed, plan, world.rank, world.device) as oom_advisor:

@@ -30,6 +30,7 @@ from meshwright.model.loss.loss_definition import Loss, empty_loss_error
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
+from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import (
@@ -265,7 +266,7 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
-    notes = [*notes, *job.precision.notes(), *opened.notes]
+    notes = [*notes, *job.precision.notes(), *_tensor_core_notes(request), *opened.notes]
     plan = plan_for_model(
         analyzed, job, mesh, strategies, request.micro_batch, request.run, request.job_diagnostics
     )
@@ -291,6 +292,17 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
         notes=tuple(notes),
         has_data=opened.has_data,
     )
+
+
+def _tensor_core_notes(request: PlanRequest) -> Iterator[str]:
+    """Yields what would be faster on the device of the plan: `run.hardware`, or that of this host."""
+    named = find_device(request.run.hardware)
+    is_gpu = torch.cuda.is_available() if named is None else True
+    if is_gpu and request.job.precision.leaves_tensor_cores_idle:
+        yield (
+            f"matrix products are in {request.job.precision.compute}, without tensor cores: about a tenth of "
+            'the speed of a GPU in bfloat16; set precision.compute = "bfloat16", or precision.tf32 = true'
+        )
 
 
 def _short_name(tokenizer: str) -> str:

@@ -101,3 +101,14 @@ def test_a_config_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch)
     (request, _) = resolve_config(config, [], None)
     tables = [*vars(request.job), "run"]
     assert runs == [*tables, *(check.__name__ for check in checks)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_said"), [({}, True), ({"tf32": True}, False), ({"compute": "bfloat16"}, False)]
+)
+def test_float32_on_a_gpu_is_said_with_the_repair(
+    tmp_path: Path, precision: dict[str, object], *, is_said: bool
+):
+    config = lay_out(tmp_path, precision=precision, run={"hardware": "h100"})
+    notes = [note for note in resolve_config(config, [], None)[1].notes if "precision.tf32 = true" in note]
+    assert len(notes) == is_said

@@ -74,6 +74,7 @@ OTHER = {  # another value for every field of a job
     "precision.master": "float32",
     "precision.gradients": "bfloat16",
     "precision.optimizer_states": "float32",
+    "precision.tf32": True,
     "precision.loss_scale": 1024.0,
     "precision.loss_scale_window": 100,
     "model.frozen": ("embed.*",),
@@ -251,8 +252,8 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         ),
         (
             {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, ep=2)},
-            "mesh.ep: ep = 2: no strategy uses the axis ep yet"
-            "\n  repair: set it to 1; expert parallelism will use it",
+            "no strategy uses the axis ep: 2 ranks would do the same work"
+            "\n  repair: give the axis a strategy (for a mixture of experts",
         ),
         (
             {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, outer=2)},

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from meshwright.plan.job.errors import CollectiveError, PlanError
 
-POLL_S = 0.01
+POLL_S = 0.01  # between looks of a rank; longer where there are many, since one process serves them all
+MAX_RANKS_PER_POLL = 128
 LOG_AFTER_S = 30.0  # then a rank says for whom it waits
 LISTEN_BACKLOG = 2048
 
@@ -54,8 +55,9 @@ class RendezvousEndpoint:
 
 
 class _RendezvousWait:
-    def __init__(self, endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> None:
+    def __init__(self, endpoint: RendezvousEndpoint, rank: int, world: int, timeout_s: float) -> None:
         self.endpoint, self.rank, self.timeout_s = endpoint, rank, timeout_s
+        self.poll_s = POLL_S * max(1.0, world / MAX_RANKS_PER_POLL)
         self.started_at, self.logged = time.monotonic(), False
 
     def wait(self, awaited: str) -> None:
@@ -66,7 +68,7 @@ class _RendezvousWait:
         if waited > LOG_AFTER_S and not self.logged:
             logger.warning("rank %d waits at %s for %s", self.rank, self.endpoint, awaited)
             self.logged = True
-        time.sleep(POLL_S)
+        time.sleep(self.poll_s)
 
 
 def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeout_s: float) -> dist.Store:
@@ -75,7 +77,7 @@ def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeou
     Raises PlanError when the port is taken on the host of rank 0, CollectiveError when not all arrive within
     `timeout_s`.
     """
-    patience = _RendezvousWait(endpoint, rank, timeout_s)
+    patience = _RendezvousWait(endpoint, rank, world, timeout_s)
     store = _connect_store(endpoint, rank, timeout_s)
     hall = dist.PrefixStore(f"meshwright/{endpoint.job_id}", store)
     try:

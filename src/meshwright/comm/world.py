@@ -20,7 +20,13 @@ from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
 from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.comm.collectives.ledger import Ledger
-from meshwright.comm.disjoint_groups import Batch, groups_of, pack_disjoint
+from meshwright.comm.disjoint_groups import (
+    Batch,
+    communicator_splits,
+    groups_of,
+    needs_communicator,
+    used_axes,
+)
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
@@ -93,8 +99,8 @@ class TorchWorld(World):
         """
         wanted = sorted(keys)
         if self.serializes_p2p and can_split():
-            used = dict.fromkeys(map(self._used_axes, wanted))
-            for batch in pack_disjoint(self.mesh, filter(self._needs_process_group, used)):
+            missing = (key for key in wanted if used_axes(self.mesh, key) not in self._process_groups)
+            for batch in communicator_splits(self.mesh, missing):
                 self._split(batch)
         super().create_groups(wanted)
         if self.serializes_p2p:
@@ -183,10 +189,10 @@ class TorchWorld(World):
             logger.log(level, "%s", text)
 
     def _create_process_group(self, key: GroupKey) -> dist.ProcessGroup | None:
-        key = self._used_axes(key)
+        key = used_axes(self.mesh, key)
         if self._has_all_ranks(key):
             return dist.group.WORLD
-        if self._needs_process_group(key):
+        if needs_communicator(self.mesh, key) and key not in self._process_groups:
             # every rank creates the groups of all ranks, in this order: new_group is collective over the job
             made = [dist.new_group(list(peers), self._timeout) for peers in groups_of(self.mesh, key)]
             # a number stands for a group of others
@@ -194,16 +200,6 @@ class TorchWorld(World):
                 (each for each in made if isinstance(each, dist.ProcessGroup)), None
             )
         return self._process_groups.get(key)
-
-    def _used_axes(self, key: GroupKey) -> GroupKey:
-        """Returns `key` without axes of size 1: what tells groups apart on every rank alike."""
-        axes, among = key
-        return tuple(axis for axis in axes if self.mesh.size(axis) > 1), among
-
-    def _needs_process_group(self, key: GroupKey) -> bool:
-        axes, among = key
-        size = len(among) or self.mesh.group_size(axes)
-        return size > 1 and key not in self._process_groups and not self._has_all_ranks(key)
 
     def _has_all_ranks(self, key: GroupKey) -> bool:
         axes, among = key
@@ -225,7 +221,7 @@ class TorchWorld(World):
         element, is_lazy = torch.zeros(1, device=self.device), not can_split()
         for axes, among in keys:
             group = self.group(axes, among)
-            process_group = self._process_groups.get(self._used_axes((axes, among)))
+            process_group = self._process_groups.get(used_axes(self.mesh, (axes, among)))
             if process_group is None:
                 continue
             if len(among) == 2:

@@ -162,8 +162,12 @@ def train(
 def _announce(ready: ResolvedRun, console: Console) -> None:
     plan = ready.plan
     steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
+    precision = plan.job.precision  # the mfu of the lines is a share of the peak in its dtype
+    dtype = f" in {precision.compute_text}" if precision.compute_text != "float32" else ""
     console.print(
-        f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True
+        f"plan {plan.hash}: {steps} on {plan.mesh}{dtype}, into {plan.run.folder}",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(data_view(ready.data_summary()), soft_wrap=True)
     for note in (*ready.notes, *ready.dataset.notes):

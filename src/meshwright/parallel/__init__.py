@@ -3,6 +3,7 @@
 data        samples: splitting the batch, DDP, ZeRO / FSDP
 tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence and vocabulary parallelism
 context     the tokens of a sample: ring attention, Ulysses, both together
+expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
 memory      memory for compute: activation checkpointing, chunked loss, tiled MLPs
 """
@@ -18,6 +19,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -57,6 +59,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         RingAttention,
         Ulysses,
         HybridContextParallel,
+        ExpertParallel,
         Pipeline,
         PipeDream,
         ActivationCheckpointing,

@@ -15,6 +15,7 @@ from meshwright.plan.strategy_interface import Strategy
 EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
         "pp": 'for runs of layers: "pipeline"',
+        "ep": 'for a mixture of experts: "expert_parallel" and "batch_split" with axis = "ep"',
         "cp": 'for tokens of a sample: "ring"',
         "tp": 'for tensor parallelism: "tensor_parallel"',
     }

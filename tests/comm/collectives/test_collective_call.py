@@ -101,8 +101,8 @@ def test_a_sum_leaves_its_summands_alone() -> None:
 
 def test_axes_are_put_in_the_order_of_the_mesh() -> None:
     assert ordered_axes(Mesh(), ("tp", "dp_shard", "tp")) == ("dp_shard", "tp")
-    assert ordered_axes(Mesh(), ("tp", "ep", "dp_shard", "outer")) == ("dp_shard", "tp")
-    assert ordered_axes(Mesh(ep=2), ("tp", "ep", "dp_shard", "outer")) == ("dp_shard", "ep", "tp")
+    assert ordered_axes(Mesh(), ("tp", "ep", "dp_shard", "outer")) == ("dp_shard", "ep", "tp")
+    assert ordered_axes(Mesh(outer=2), ("tp", "dp_shard", "outer")) == ("outer", "dp_shard", "tp")
     with pytest.raises(PlanError, match=r"(?s)no axis 'dp_shrd'.*did you mean 'dp_shard'"):
         ordered_axes(Mesh(), ("dp_shrd",))
 

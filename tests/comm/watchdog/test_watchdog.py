@@ -34,21 +34,21 @@ def summed(world: World, action: str, size: int = 8, dtype: torch.dtype = torch.
     world.group(["dp_replicate"]).all_reduce(torch.ones(size, dtype=dtype), action=action).wait()
 
 
-def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
-    """Two steps that work, and a third that does not: rank 1 does what `plant` says."""
+def played(world: TorchWorld, plant: Plant, folder: Path, planted: int = 1) -> None:
+    """Two steps that work, and a third that does not: rank `planted` does what `plant` says."""
     world.ledger.phase = "step"
     try:
         for step in (1, 2):
             world.ledger.step = step
             summed(world, f"REDUCE({step})")
         world.ledger.step = 3
-        while (0 if world.rank == 1 else 1) not in world.watchdog.neighbours:
+        while (2 if world.rank == planted else planted) not in world.watchdog.neighbours:
             pass  # a rank that dies in its first moments is known by nobody
         summed(world, "MET")
         world.watchdog.limits = WaitLimits.uniform(
             LIMIT_S
         )  # only now: on a busy machine the ranks may take longer to meet
-        if world.rank == 1:
+        if world.rank == planted:
             plant(world)
         summed(world, "REDUCE(3)")
         summed(world, "REDUCE(4)")
@@ -59,10 +59,10 @@ def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
         raise
 
 
-def reports(pool: ProcessPool, plant: Plant, folder: Path, mesh: Mesh = MESH) -> dict[int, str]:
+def reports(pool: ProcessPool, plant: Plant, folder: Path, planted: int = 1) -> dict[int, str]:
     """Returns what each rank was told, by rank; the pool works afterwards."""
     with pytest.raises(RankFailure):
-        pool.run(played, mesh, plant, folder)
+        pool.run(played, MESH, plant, folder, planted)
     told = {int(path.name.removeprefix("rank-")): path.read_text() for path in folder.glob("rank-*")}
     assert told
     assert any(text.startswith("True\n") for text in told.values()), "one rank speaks for all"
@@ -184,6 +184,18 @@ def test_a_rank_that_is_killed_is_named(process_pool, tmp_path):
             "its last collective was number 3 over dp_replicate: all_reduce of float32 [8] for MET"
             in told[rank]
         )
+
+
+@pytest.mark.parametrize(
+    ("plant", "sentence"),
+    [
+        (waits_for_the_alarm, "rank 0 did not issue all_reduce of float32 [8] for REDUCE(3), number 4"),
+        (dies, "rank 0: its process is gone"),
+    ],
+)
+def test_rank_0_is_named_like_every_other(process_pool, tmp_path, plant, sentence):
+    told = reports(process_pool, plant, tmp_path, planted=0)
+    assert [told[rank].startswith(sentence) for rank in (1, 2)] == [True, True], told
 
 
 @pytest.mark.parametrize(

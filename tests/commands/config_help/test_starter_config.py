@@ -5,8 +5,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from meshwright.commands.config_help.starter_config import TABLES, config_text, write_starter_config
+from meshwright.commands.config_help.starter_config import (
+    TABLES,
+    config_text,
+    starter_values,
+    write_starter_config,
+)
 from meshwright.plan.job.errors import PlanError
 from tests.command_line import LLAMA, TEXT, invoke
 
@@ -83,3 +89,12 @@ def test_an_existing_file_is_not_replaced(tmp_path: Path, model: str, corpus: st
     with pytest.raises(PlanError, match=r"config.toml exists\n  repair: name another file"):
         write_starter_config(model, corpus, tmp_path / "config.toml", 1)
     assert (tmp_path / "config.toml").read_text() == "mine"
+
+
+def test_where_a_gpu_has_bfloat16_matrix_products_are_in_it(
+    model: str, corpus: str, monkeypatch: pytest.MonkeyPatch
+):
+    assert "precision.compute" not in starter_values(model, corpus, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    assert starter_values(model, corpus, 1)["precision.compute"] == "bfloat16"

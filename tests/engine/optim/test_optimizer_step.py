@@ -41,3 +41,18 @@ def test_weights_are_those_of_a_step_that_reads_the_norm(
     assert unread[1] == pytest.approx(reads[1])
     for name, values in reads[0].items():
         torch.testing.assert_close(unread[0][name], values, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_group_by_group_visits_each_parameter_once(monkeypatch: pytest.MonkeyPatch):
+    visited: list[int] = []
+    step = torch.optim.AdamW.step
+
+    def counting(self: torch.optim.AdamW, closure: None = None) -> None:
+        visited.append(sum(len(group["params"]) for group in self.param_groups))
+        step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    train(PRECISIONS["cast"], "adamw", 0.0)
+    num_params = len(analyzed_model().model_spec.trainable)
+    assert len(visited) > 3  # several groups in each of three steps
+    assert sum(visited) == 3 * num_params

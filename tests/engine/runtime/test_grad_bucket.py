@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.engine.runtime.grad_bucket import GradBucket
 
@@ -28,6 +29,20 @@ def test_packing_copies_gradients_in_order_and_makes_each_a_view():
         "vector": [6],
     }
     assert {name: tuple(p.grad.shape) for name, p in held.items()} == SHAPES
+
+
+def test_all_gradients_are_copied_by_one_call():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    held = parameters(matrix=1.0, vector=3.0)
+    bucket = GradBucket(held, torch.float32)
+    with Calls():
+        bucket.pack(SHAPES)
+    assert names == ["_foreach_zero_.default", "_foreach_copy_.default"]
 
 
 def test_later_gradients_are_added_in_place():

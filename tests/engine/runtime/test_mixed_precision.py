@@ -12,6 +12,7 @@ from meshwright.engine.runtime.mixed_precision import (
     LossScale,
     check_dtype_support,
     check_dtypes_match_plan,
+    set_float32_products,
     total_norm,
 )
 from meshwright.engine.runtime.rank_state import Metrics
@@ -346,6 +347,24 @@ def test_gradients_of_another_dtype_need_shards():
         engine_of(replace(MIXED, gradients="float32"))
 
 
+def test_products_and_convolutions_take_tf32_together_if_the_job_says_so(caplog: pytest.LogCaptureFixture):
+    gpu, before = torch.device("cuda", 0), torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn.allow_tf32
+    found = []
+    try:
+        torch.backends.cudnn.allow_tf32 = True  # as torch has it
+        for tf32, device in ((True, CPU), (True, gpu), (False, CPU), (False, gpu)):
+            set_float32_products(PrecisionConfig(tf32=tf32), device)
+            found.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = cudnn
+    assert found == [("highest", True), ("high", True), ("high", True), ("highest", False)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "TF32 was on in this process and is off now; keep it with precision.tf32 = true"
+    ]
+
+
 def test_full_float32_on_a_gpu_is_said_once_with_the_repair(caplog: pytest.LogCaptureFixture):
     check_dtype_support(PrecisionConfig(), CPU)
     assert not caplog.records
@@ -353,3 +372,5 @@ def test_full_float32_on_a_gpu_is_said_once_with_the_repair(caplog: pytest.LogCa
     (record,) = caplog.records
     assert 'set precision.compute = "bfloat16"' in record.getMessage()
     assert "cuda:0" in record.getMessage()
+    check_dtype_support(PrecisionConfig(tf32=True), torch.device("cuda", 0))
+    assert len(caplog.records) == 1

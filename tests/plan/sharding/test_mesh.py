@@ -159,11 +159,12 @@ def test_the_table_has_a_row_for_every_size_of_a_mesh_in_its_order():
 
 def test_the_table_says_what_ranks_along_an_axis_have_other_parts_of():
     assert axes_with("layers") == ("pp",)
-    assert axes_with("samples") == ("dp_replicate", "dp_shard")
+    assert axes_with("samples") == ("dp_replicate", "dp_shard", "ep")
+    assert axes_with("experts") == ("ep",)
     assert axes_with("tokens") == ("cp",)
     assert axes_with("features") == ("tp_depth", "tp")
     later = {axis.name: (axis.batch_part, axis.param_part) for axis in MESH_AXES if axis.awaits}
-    assert later == {"outer": ("samples", None), "ep": ("samples", "experts")}
+    assert later == {"outer": ("samples", None)}
     assert set(AXES) - set(STRATEGY_AXES) == set(later)
 
 

@@ -103,4 +103,4 @@ def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_spl
     assert sharding.data_axes == ("dp_replicate", "dp_shard")
     assert sharding.token_axes == ("cp",)
     assert sharding.grad_sum_axes == ("dp_replicate", "dp_shard", "cp")
-    assert sharding.with_token_axes("dp_shard") == ("dp_shard", "cp")
+    assert sharding.sum_axes("dp_shard") == ("dp_shard", "cp")

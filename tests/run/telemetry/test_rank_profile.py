@@ -116,12 +116,8 @@ def test_with_tf32_there_is_no_peak(monkeypatch):
         ),
     )
     assert rank_profile._peak_flops(plan, torch.device("cpu")) == 67e12
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert rank_profile._peak_flops(plan, torch.device("cpu")) is None
-    finally:
-        torch.set_float32_matmul_precision(before)
+    tf32 = replace(plan, job=replace(plan.job, precision=replace(plan.job.precision, tf32=True)))
+    assert rank_profile._peak_flops(tf32, torch.device("cpu")) is None
 
 
 def test_an_account_that_cannot_be_written_is_a_warning(tmp_path, caplog):

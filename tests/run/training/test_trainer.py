@@ -14,6 +14,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.training.trainer import Trainer
 from meshwright.testing.ranks import run_on_threads
+from tests.engine.late_copies import LateCopies
 from tests.test_api import JOB, Regression, batch, module, plan_for, squares
 from tests.tiny_model import analyzed_model, token_samples
 
@@ -268,6 +269,22 @@ def test_a_step_that_is_not_finite_is_warned_of_once_with_the_tensors_that_are_n
         "step 2: the loss is nan and the gradient norm nan, and x of the batch is not finite"
     )
     assert 'guard.action = "skip"' in message
+
+
+@pytest.mark.parametrize("after", ["step", "save", "end"])
+def test_numbers_that_arrive_late_are_checked_at_the_next_chance(after, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr("meshwright.engine.runtime.rank_state.DeviceCopies", LateCopies)
+    example = batch(0)
+    analyzed = mw.analyze(module, example, loss=squares())
+    harmful = {**example, "x": torch.full_like(example["x"], float("nan"))}
+    with mw.parallelize(analyzed, mw.make_plan(analyzed, JOB)) as trainer:
+        trainer.step(trainer.local_batch(harmful))
+        assert not caplog.messages
+        if after != "end":
+            trainer.save(tmp_path) if after == "save" else trainer.step(trainer.local_batch(example))
+            assert len(caplog.messages) == 1
+    (message,) = caplog.messages
+    assert message.startswith("step 1: the loss is nan")
 
 
 def test_a_step_that_changes_nothing_is_warned_of_once(caplog):

@@ -13,6 +13,7 @@ import torch
 
 from meshwright.comm.collectives.collective_call import (
     announce,
+    announce_rows,
     member_ranks,
     ordered_axes,
     rank_slices,
@@ -89,6 +90,25 @@ class FakeGroup(Group):
             output.view(self.size, tensor.numel() // self.size).copy_(
                 rank_slices(tensor, self.size)[self.index]
             )
+        return CompletedWork()
+
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Fills the rows of each peer with rows of `tensor`, from its first on, again and again."""
+        announce_rows(self, output, tensor, output_splits, input_splits, action)
+        with torch.no_grad():
+            for rows in output.split(list(output_splits)):
+                if rows.shape[0] and tensor.shape[0]:
+                    rows.copy_(tensor[torch.arange(rows.shape[0], device=tensor.device) % tensor.shape[0]])
+                else:
+                    rows.zero_()
         return CompletedWork()
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:

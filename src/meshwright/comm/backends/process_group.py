@@ -11,10 +11,11 @@ An all_reduce by a named algorithm runs here over send and receive: on a CPU in 
 (comm_thread.py), on a GPU on the group's own stream, so it overlaps with computation in both cases.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,14 @@ from meshwright.comm.backends.gloo_workarounds import (
     sum_into,
 )
 from meshwright.comm.backends.run_algorithm import PeerTensors, run_rounds
-from meshwright.comm.collectives.collective_call import POINT_TO_POINT, CollectiveCall, announce, rank_slices
+from meshwright.comm.collectives.collective_call import (
+    POINT_TO_POINT,
+    UNEVEN,
+    CollectiveCall,
+    announce,
+    announce_rows,
+    rank_slices,
+)
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog
@@ -198,6 +206,30 @@ class TorchGroup(Group):
             call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor)
         )
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Sends `input_splits[i]` rows of `tensor` to rank i; `output_splits[i]` rows come from rank i.
+
+        A rank without rows takes part: only it knows that it has none.
+        """
+        call = announce_rows(self, output, tensor, output_splits, input_splits, action)
+        width = prod(call.shape) * (1 if call.dtype in SUMMABLE_DTYPES else call.dtype.itemsize)  # as `_flat`
+        start = partial(
+            dist.all_to_all_single,
+            _flat(output),
+            _flat(tensor),
+            [rows * width for rows in output_splits],
+            [rows * width for rows in input_splits],
+        )
+        return self._issue(call, start, keep=(output, tensor))
+
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Sends `tensor` to the rank `by` places on, round the group.
 
@@ -347,7 +379,7 @@ class TorchGroup(Group):
         keep: tuple[torch.Tensor, ...],
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        if keep[0].numel() == 0:
+        if keep[0].numel() == 0 and call.collective != UNEVEN:
             return CompletedWork()  # nothing to move, on any rank
         pairwise = call.collective in POINT_TO_POINT
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=pairwise)

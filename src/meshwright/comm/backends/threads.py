@@ -26,8 +26,10 @@ from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.run_algorithm import run_all_ranks
 from meshwright.comm.collectives.collective_call import (
     POINT_TO_POINT,
+    UNEVEN,
     CollectiveCall,
     announce,
+    announce_rows,
     member_ranks,
     ordered_axes,
     rank_slices,
@@ -44,11 +46,12 @@ Channel = tuple[bool, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class CollectiveInput:
-    """The input of one rank to a collective."""
+    """The input of one rank to a collective; `splits` are its rows for each rank, if these are uneven."""
 
     call: CollectiveCall
     tensor: torch.Tensor
     output: torch.Tensor | None
+    splits: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -238,9 +241,15 @@ def _is_compatible(one: CollectiveCall, other: CollectiveCall) -> bool:
 @torch.no_grad()
 def _complete(call: CollectiveCall, inputs: list[CollectiveInput]) -> None:
     operands = [post.tensor for post in inputs]
-    for post, result in zip(inputs, _results(call, operands), strict=True):
+    results = _rows_by_rank(inputs) if call.collective == UNEVEN else _results(call, operands)
+    for post, result in zip(inputs, results, strict=True):
         if post.output is not None:  # else this rank gets none
             post.output.view(-1).copy_(result.view(-1))
+
+
+def _rows_by_rank(inputs: list[CollectiveInput]) -> Iterable[torch.Tensor]:
+    pieces = [post.tensor.split(list(post.splits)) for post in inputs]
+    return (torch.cat(of_rank) for of_rank in zip(*pieces, strict=True))
 
 
 def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -338,6 +347,19 @@ class ThreadGroup(Group):
         """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._submit(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Sends `input_splits[i]` rows of `tensor` to rank i; `output_splits[i]` rows come from rank i."""
+        call = announce_rows(self, output, tensor, output_splits, input_splits, action)
+        return self._submit(call, tensor, output, tuple(input_splits))
+
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Sends `tensor` to the rank `by` places on, round the group.
 
@@ -380,13 +402,15 @@ class ThreadGroup(Group):
         token = torch.empty(0)
         self._submit(announce(self, "barrier", token, action=action), token, token).wait()
 
-    def _submit(self, call: CollectiveCall, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
-        return ThreadWork(
-            self._backend,
-            self._rank,
-            call,
-            self._backend.submit(self._rank, self, CollectiveInput(call, tensor, output)),
-        )
+    def _submit(
+        self,
+        call: CollectiveCall,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None,
+        splits: tuple[int, ...] = (),
+    ) -> Work:
+        given = CollectiveInput(call, tensor, output, splits)
+        return ThreadWork(self._backend, self._rank, call, self._backend.submit(self._rank, self, given))
 
 
 class ThreadWorld(World):

@@ -29,6 +29,7 @@ ONE_SENDER, ONE_RECEIVER = (
 )
 POINT_TO_POINT = ("send", "recv")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+UNEVEN = "all_to_all_v"  # its rows differ from rank to rank: a call states the shape of one row
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class CollectiveCall:
     def __str__(self) -> str:
         what = self.collective
         if self.collective != "barrier":
-            what += f" of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+            shape = f"{'rows of ' if self.collective == UNEVEN else ''}{list(self.shape)}"
+            what += f" of {str(self.dtype).removeprefix('torch.')} {shape}"
         if self.collective == "shift":
             what += f" by {self.source}"
         elif self.source is not None:
@@ -92,6 +94,34 @@ def announce(
     if refusal is not None:
         raise _refusal_error(group, call, refusal)
     _check_device(call, group, tensor, output)
+    _record(group, call, entry)
+    return call
+
+
+def announce_rows(
+    group: Group,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    action: str,
+) -> CollectiveCall:
+    """Returns the uneven all-to-all that this rank of `group` is about to issue, as `announce` does.
+
+    Raises ValueError for tensors or splits that do not fit.
+    """
+    call = CollectiveCall(UNEVEN, tuple(tensor.shape[1:]), tensor.dtype, action=action)
+    refusal = _rows_refusal(group, output, output_splits, tensor, input_splits)
+    refusal = refusal or _memory_refusal(group.index, group.size, UNEVEN, tensor, output)
+    if refusal is not None:
+        raise _refusal_error(group, call, refusal)
+    _check_device(call, group, tensor, output)
+    name, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.itemsize
+    _record(group, call, LedgerEntry(action, UNEVEN, group.axes, group.size, nbytes, nbytes, dtype=name))
+    return call
+
+
+def _record(group: Group, call: CollectiveCall, entry: LedgerEntry) -> None:
     ledger = group.ledger
     ledger.record(entry)
     if group.size > 1 and not ledger.is_comparing:
@@ -100,7 +130,26 @@ def announce(
             ledger.compare_first_step_only and ledger.phase != "first_step"
         ):
             ledger.check_desync(group, call)
-    return call
+
+
+def _rows_refusal(
+    group: Group,
+    output: torch.Tensor,
+    output_splits: Sequence[int],
+    tensor: torch.Tensor,
+    input_splits: Sequence[int],
+) -> str | None:
+    if output.dtype != tensor.dtype or output.shape[1:] != tensor.shape[1:]:
+        given, needed = (f"{each.dtype} rows of {list(each.shape[1:])}" for each in (output, tensor))
+        return f"the output has {given}; needed are {needed}. Make it with tensor.new_empty"
+    for what, splits, given in (("output", output_splits, output), ("input", input_splits, tensor)):
+        if len(splits) != group.size or min(splits) < 0 or sum(splits) != given.shape[0]:
+            text = f"the {what} has {given.shape[0]} rows, and its splits are {list(splits)}"
+            return f"{text}. Give one number of rows for each of the {group.size} ranks"
+        if splits[group.index]:
+            text = f"the {what} has {splits[group.index]} rows for this rank itself"
+            return f"{text}. Leave them out: they are not sent"
+    return None
 
 
 @lru_cache(maxsize=256)
@@ -228,7 +277,7 @@ def _memory_refusal(
         return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
     if output is None or not shares_memory(tensor, output):
         return None
-    if collective in ("all_to_all", "shift"):
+    if collective in ("all_to_all", UNEVEN, "shift"):
         return (
             "the output shares memory with the operand, and would be overwritten while it is read. Pass "
             "another"

@@ -26,7 +26,7 @@ def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
             return nbytes * others / size
         case "scatter":
             return float(nbytes * others)
-        case "broadcast" | "gather" | "reduce" | "send" | "shift":
+        case "broadcast" | "gather" | "reduce" | "send" | "shift" | "all_to_all_v":
             return float(nbytes if others else 0)
         case _:
             return 0.0

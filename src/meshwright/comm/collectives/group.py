@@ -58,6 +58,7 @@ class Group(ABC):
         all_gather(output, tensor)         S                    output: all, n S                 S (n-1)
         reduce_scatter(output, tensor)     S                    output: own slice of sum, S/n    S (n-1)/n
         all_to_all(output, tensor)         S                    output: slice i from rank i, S   S (n-1)/n
+        all_to_all_v(output, tensor, ...)  S, rows for others   output: rows from others         S
         shift(output, tensor, offset=k)    S                    output: S of index - k (mod n)   S
         barrier()                                                                                0
 
@@ -129,6 +130,22 @@ class Group(ABC):
     @abstractmethod
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+
+    @abstractmethod
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Sends `input_splits[i]` rows of `tensor` to rank i; `output_splits[i]` rows come from rank i.
+
+        Rows lie along dim 0, in rank order, and have one shape on all ranks. How many there are differs from
+        rank to rank; both ends of a pair know it, and the split of the own rank is 0.
+        """
 
     @abstractmethod
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:

@@ -21,8 +21,8 @@ class LedgerEntry:
     Its action, axes, and the bytes of its input and of what it sent. `nbytes` is the operand; `sent_nbytes`
     is what leaves this rank by the algorithm's formula (n ranks, operand of S bytes): all_reduce 2 S (n-1)/n,
     or the sum over the rounds of its algorithm, all_gather S (n-1), reduce_scatter and all_to_all S (n-1)/n,
-    broadcast S from its source, send and shift S. For scatter and gather S is the slice of one rank: scatter
-    S (n-1) from its source, gather and reduce S from all but the target, which sends nothing.
+    broadcast S from its source, send, shift and all_to_all_v S. For scatter and gather S is the slice of one
+    rank: scatter S (n-1) from its source, gather and reduce S from all but the target, which sends nothing.
     """
 
     action: str

@@ -9,7 +9,7 @@ A place in the memory is reused after a while. If its last user has not finished
 stays. Thus issuing never blocks, and a rank can still do what its peers wait for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from types import MappingProxyType
@@ -178,6 +178,20 @@ class SharedMemoryGroup(Group):
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._issue(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
+
+    def all_to_all_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        action: str = "",
+    ) -> Work:
+        """Sends `input_splits[i]` rows to rank i; `output_splits[i]` come from rank i; over gloo."""
+        return self._gloo_group.all_to_all_v(
+            output, tensor, output_splits=output_splits, input_splits=input_splits, action=action
+        )
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Sends `tensor` to the rank `by` places on, round the group.

@@ -46,6 +46,13 @@ class StoreClient:
         """Stores `value` under `key`. Raises StoreSilentError, or what the store raises."""
         self._request(partial(self._store.set, key, value))
 
+    def add(self, key: str, number: int) -> int:
+        """Adds `number` to the count under `key` and returns the sum. Raises StoreSilentError, or what the
+        store raises.
+        """
+        found = self._request(partial(self._store.add, key, number))
+        return found if isinstance(found, int) else 0
+
     def check(self, keys: list[str]) -> bool:
         """Returns whether all `keys` have values. Raises StoreSilentError, or what the store raises."""
         return bool(self._request(partial(self._store.check, keys)))

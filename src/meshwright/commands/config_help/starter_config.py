@@ -1,13 +1,16 @@
 """Writes a commented config for a model and data: the command `init`.
 
 A comment is the meaning of its key in the config reference. What `init` decides: the tokenizer is that of the
-model, where it has one; a sample is as long as the model allows, up to 512 tokens. The rest are defaults.
+model, where it has one; a sample is as long as the model allows, up to 512 tokens; where a GPU has bfloat16,
+matrix products are in it. The rest are defaults.
 """
 
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from meshwright.commands.config_help.key_reference import TOP_LEVEL, config_tables, toml_text
 from meshwright.commands.plan import ResolvedRequest, resolve_config
@@ -57,14 +60,15 @@ def write_starter_config(model: str, data: str, out: Path, devices: int) -> Reso
     """
     if out.exists():
         raise PlanError(f"{out} exists", fix="name another file: --out, or remove it", location="--out")
-    values = _values(model, data, devices)
+    values = starter_values(model, data, devices)
     with refuse_write_errors("the config", out, "name a file in a folder that can be written to: --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(config_text(values, out.name), encoding="utf-8")
     return resolve_config(out, [], None)
 
 
-def _values(model: str, data: str, devices: int) -> dict[str, Any]:
+def starter_values(model: str, data: str, devices: int) -> dict[str, Any]:
+    """Returns the keys that the config of `model` and `data` sets (dotted), with their values."""
     source = absolute_source(model)
     loaded = load_model(ModelConfig(source), seed=0)
     positions = text_limits(loaded.deferred_init.instantiate()).max_positions
@@ -72,6 +76,8 @@ def _values(model: str, data: str, devices: int) -> dict[str, Any]:
     values["data.sequence"] = min(MAX_SEQUENCE, positions or MAX_SEQUENCE)
     if tokenizer := own_tokenizer(ModelConfig(source)):
         values["data.tokenizer"] = tokenizer
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        values["precision.compute"] = "bfloat16"
     if devices > 1:
         values |= {"mesh.dp_replicate": devices, "train.batch": 8 * devices, "micro_batch": 8}
     return values

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
-from meshwright.engine.runtime.microbatches import LocalBatch, copy_to_device, split_microbatches
+from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.mixed_precision import autocast
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_errors import explain_forward_errors
@@ -118,7 +118,7 @@ def _microbatches(batches: Iterable[LocalBatch], state: RankState) -> Iterator[E
         microbatches, num_samples = split_microbatches(batch, plan, state.trained_module.dummy_batch)
         yield from (
             EvalMicrobatch(microbatch, has_samples=index * plan.micro_batch < num_samples)
-            for index, microbatch in enumerate(copy_to_device(microbatches, state.world.device))
+            for index, microbatch in enumerate(state.copies.batches_to_device(microbatches))
         )
 
 

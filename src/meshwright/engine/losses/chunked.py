@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.blocks.block_forward_backward import seed_like
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
@@ -142,7 +143,7 @@ class _ChunkedLossCall:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         num_chunks: int,
-        loss_factor: float | None = None,
+        loss_factor: float | torch.Tensor | None = None,
     ) -> _LossAndGradients:
         """Returns the loss of `hidden`.
 
@@ -171,7 +172,7 @@ class _ChunkedLossCall:
         head_params: list[Any],
         chunk: slice,
         result: _LossAndGradients,
-        loss_factor: float | None,
+        loss_factor: float | torch.Tensor | None,
     ) -> torch.Tensor:
         batch = {key: self._chunk_of(value, chunk) for key, value in self.batch.items()}
         if loss_factor is None:
@@ -192,7 +193,7 @@ class _ChunkedLossCall:
         with torch.enable_grad():
             total = self._loss_of_logits(x.requires_grad_(), head_params, batch, on_logits_grad)
             if total.requires_grad:
-                torch.autograd.backward([total], [torch.full_like(total, loss_factor)])
+                torch.autograd.backward([total], [seed_like(total, loss_factor)])
         return total.detach()
 
     def _loss_of_logits(
@@ -243,10 +244,10 @@ class _ChunkedLossFunction(torch.autograd.Function):
         bias: Any,
         call: _ChunkedLossCall,
         num_chunks: int,
-        loss_factor: float,
+        loss_factor: float | torch.Tensor,
     ) -> torch.Tensor:
         result = call.compute(hidden, weight, bias, num_chunks, loss_factor)
-        ctx.result, ctx.seed = result, torch.full_like(result.total, loss_factor)
+        ctx.result, ctx.seed = result, seed_like(result.total, loss_factor)
         return result.total
 
     @staticmethod

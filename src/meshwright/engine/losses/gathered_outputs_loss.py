@@ -124,9 +124,8 @@ class GlobalBatchLoss:
         """Starts the broadcast of a parameter, or of the gradient norm, from index 0."""
         state = self._state
         if action.subject == GRAD_NORM:
-            state.step.grad_norm_tensor = torch.tensor(
-                [state.step.grad_norm], dtype=torch.float64, device=state.world.device
-            )
+            norm = state.step.scaled_norm.double() / state.step.loss_scale
+            state.step.grad_norm_tensor = norm.reshape(1).to(state.world.device)
         is_norm = action.subject == GRAD_NORM
         tensor = state.step.grad_norm_tensor if is_norm else state.trained_module.parameters[action.subject]
         state.start_collective(action, tensor)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright.engine.runtime.async_copies import HostCopy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import stepped_microbatches
@@ -25,10 +26,14 @@ class TokenCounter:
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
         self._message = torch.zeros(4, dtype=torch.float64)
         self._totals: Sequence[float] | None = None
+        self._host_copy: HostCopy | None = None  # of the message, where the device sums it
+        self._divisors: dict[int, torch.Tensor] = {}  # on the device, by index in the message
 
     def count(self, action: Action) -> None:
         """Computes the weights of this rank's samples, and starts their sum over the ranks."""
         state, plan = self._state, self._state.plan
+        self._host_copy = None
+        self._divisors.clear()
         counted = [
             state.loss.count_weight_and_tokens(microbatch)
             for microbatch in state.step.host_microbatches[: state.step.num_real_microbatches]
@@ -60,33 +65,53 @@ class TokenCounter:
                 if is_first_replica
                 else (0.0, state.step.stop_requested, 0, 0.0, *[0.0] * len(each_weight))
             )
-            self._message = torch.tensor(header, dtype=torch.float64, device=state.world.device)
+            (self._message,) = state.copies.to_device([torch.tensor(header, dtype=torch.float64)])
             self._totals = None  # known once the sum over ranks has arrived
             state.start_collective(action, self._message)
+            if state.copies.is_async:
+                self._host_copy = state.copies.start_read(self._message, state.works[action.name])
+                state.issue(action, self._host_copy)
 
     def totals(self) -> Sequence[float]:
-        """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended."""
+        """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended.
+
+        On a GPU this waits until the device has begun the step.
+        """
         return self._step_totals()[:4]
 
     def _step_totals(self) -> Sequence[float]:
         if self._totals is None:
-            self._totals = self._message.tolist()
+            copy = self._host_copy
+            self._totals = self._message.tolist() if copy is None else copy.values()
         return self._totals
 
     def loss_weight(self, microbatch: int | None) -> float:
-        """Returns the divisor of a microbatch's loss.
+        """Returns what counts in an update: in the step, or in a microbatch with its own update."""
+        index = self._message_index(microbatch)
+        return self._own_weight(microbatch or 0) if index is None else self._step_totals()[index]
 
-        The weight of the step, or of a microbatch with its own update.
+    def loss_divisor(self, microbatch: int) -> float | torch.Tensor:
+        """Returns the divisor of a microbatch's loss, 1 if nothing counts.
+
+        A number on the device where the device sums it: the host does not wait for the sum.
         """
+        index = self._message_index(microbatch)
+        if index is None or self._host_copy is None or self._totals is not None:
+            return self.loss_weight(microbatch) or 1.0
+        if index not in self._divisors:
+            weight = self._message[index]
+            self._divisors[index] = weight + (weight == 0)
+        return self._divisors[index]
+
+    def _message_index(self, microbatch: int | None) -> int | None:
+        """Returns the index of an update's weight in the message; None: this rank knows it by itself."""
         if microbatch is None or microbatch not in self._own_step_microbatches:
-            return self.totals()[0]
-        if self._sends_each:
-            return self._step_totals()[4 + microbatch]
-        return (
-            self._state.step.microbatch_weights[microbatch]
-            if microbatch < len(self._state.step.microbatch_weights)
-            else 0.0
-        )
+            return 0
+        return 4 + microbatch if self._sends_each else None
+
+    def _own_weight(self, microbatch: int) -> float:
+        weights = self._state.step.microbatch_weights
+        return weights[microbatch] if microbatch < len(weights) else 0.0
 
     @property
     def num_updates(self) -> int:

@@ -3,19 +3,20 @@
     gradients have the dtype of the stepped weights    the optimizer reads them in place, all at once
     they have another dtype                            group 0: cast, divide, step, round; then group 1
 
-An optimizer steps only parameters that have a gradient, so one call per parameter group steps each parameter
-once. An optimizer of the user may count its calls; it gets all gradients at once.
+An optimizer sees the parameters of one group alone when it steps that group, so all groups together cost what
+one step costs. An optimizer of the user may count its calls; it gets all gradients at once.
 """
 
-from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer
+from meshwright.engine.optim.make_optimizers import all_param_groups
 from meshwright.engine.optim.step_grad_scale import clear_grad_scale, clip_in_step, divide_in_step
 from meshwright.engine.params.master_weights import UpdateGroup
+from meshwright.engine.runtime.grad_bucket import copy_gradients
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.job.errors import PlanError
@@ -33,6 +34,8 @@ class OptimizerUpdate:
         if precision.scales_loss:
             self.loss_scale = LossScale(precision, state.strategy_tensors.of("loss_scale"))
         self._optimizer_params = self._store.optimizer_params()
+        groups = enumerate(all_param_groups(self._optimizers))
+        self._group_indices = {id(each): index for index, group in groups for each in group["params"]}
         self._casts = precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters
         clips = (action for action in plan.actions if action.kind == "CLIP")
@@ -111,15 +114,15 @@ class OptimizerUpdate:
             self._buffer = like.new_empty(sum(sizes) if self._is_user_made else max(sizes, default=0))
         chosen = None
         if names is not None:
-            chosen = {id(self._optimizer_params[name]) for name in names if name in self._optimizer_params}
-            groups = [group for group in groups if not chosen.isdisjoint(map(id, group.parameters))]
+            chosen = [self._optimizer_params[name] for name in names if name in self._optimizer_params]
+            ids = set(map(id, chosen))
+            groups = [group for group in groups if not ids.isdisjoint(map(id, group.parameters))]
         if not self._casts:
-            with self._hide_gradients(chosen):
-                self._step_all()
+            self._step(chosen)
         for group in (_merge_groups(groups),) if self._casts and self._is_user_made else groups:
             if self._casts:
                 self._cast(group)
-                self._step_all()
+                self._step(None if self._is_user_made else group.parameters)
                 for parameter in group.parameters:
                     parameter.grad = None
             group.finish()
@@ -139,29 +142,31 @@ class OptimizerUpdate:
         else:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
 
-    @contextmanager
-    def _hide_gradients(self, chosen: Container[int] | None) -> Iterator[None]:
-        """Lets the optimizers see the gradients of the parameters with ids in `chosen` alone; None: all."""
-        hidden = [] if chosen is None else [p for p in self._optimizer_params.values() if id(p) not in chosen]
-        gradients = [parameter.grad for parameter in hidden]
-        for parameter in hidden:
-            parameter.grad = None
-        yield
-        for parameter, gradient in zip(hidden, gradients, strict=True):
-            parameter.grad = gradient
-
-    def _step_all(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step()
+    def _step(self, chosen: Iterable[nn.Parameter] | None) -> None:
+        """Steps the parameters in `chosen`; None: all. The optimizers see no others, which cost nothing."""
+        groups = all_param_groups(self._optimizers)
+        everything = [group["params"] for group in groups]
+        if chosen is not None:
+            for group in groups:
+                group["params"] = []
+            for parameter in chosen:
+                groups[self._group_indices[id(parameter)]]["params"].append(parameter)
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
 
     def _cast(self, group: UpdateGroup) -> None:
-        at = 0
-        for parameter, gradient in zip(group.parameters, group.gradients, strict=True):
-            place = self._buffer[at : at + parameter.numel()].view(parameter.shape)
-            parameter.grad = (
-                place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
-            )
+        at, places = 0, []
+        for parameter in group.parameters:
+            places.append(self._buffer[at : at + parameter.numel()].view(parameter.shape))
             at += parameter.numel()
+        pairs = zip(group.parameters, group.gradients, strict=True)
+        copy_gradients(places, [None if grad is None else grad.view(p.shape) for p, grad in pairs])
+        for parameter, place in zip(group.parameters, places, strict=True):
+            parameter.grad = place
         if isinstance(self._divisor, torch.Tensor) or self._divisor != 1.0:
             self._buffer[:at].div_(self._divisor)
 

@@ -20,6 +20,7 @@ from meshwright.engine.params.flat_param import FlatParam
 from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
+from meshwright.engine.runtime.grad_bucket import copy_gradients
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import Operand, RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
@@ -161,17 +162,15 @@ class FlatParamStore:
         flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._reduce_dtype)[
             : flat_param.spec.numel
         ]
-        parameters, end = self._state.trained_module.parameters, 0
-        for name, numel, start in sorted(flat_param.spec.params, key=lambda each: each[2]):
-            flat[end:start].zero_()
-            end = start + numel
-            parameter, place = parameters[name], flat[start:end]
-            if parameter.grad is None:
-                place.zero_()
-            else:
-                place.copy_(parameter.grad.view(-1))
-            parameter.grad = place.view(parameter.shape) if self._grads_in_place else None
-        flat[end:].zero_()
+        parameters = [self._state.trained_module.parameters[name] for name, _, _ in flat_param.spec.params]
+        places = [
+            flat[start : start + numel].view(parameter.shape)
+            for parameter, (_, numel, start) in zip(parameters, flat_param.spec.params, strict=True)
+        ]
+        padding = [flat[begin:end] for begin, end in flat_param.spec.gaps]
+        copy_gradients([*places, *padding], [p.grad for p in parameters] + [None] * len(padding))
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.grad = place if self._grads_in_place else None
         self._packed_buffers[action.name] = flat
         if self._grads_in_place and flat_param.gradient is None:  # the buffer belongs to the flat parameter
             self._set_gradient(flat_param, flat[flat_param.shard_slice])

@@ -97,7 +97,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _round_masters(self, names: list[str]) -> None:
-        for name in names:
-            if name in self._masters:
-                # graphs that have met an older version see no write
-                self._weights[name].data.copy_(self._masters[name])
+        rounded = [name for name in names if name in self._masters]
+        if rounded:  # `data`: graphs that have met an older version see no write
+            weights = [self._weights[name].data for name in rounded]
+            torch._foreach_copy_(weights, [self._masters[name] for name in rounded])

@@ -4,6 +4,7 @@ build_module                    the module that a rank trains, and its stateless
 rank_state                      the state of a rank in a step, the trained module, the metrics of a step
 grad_bucket                     gradients of several parameters in one buffer
 microbatches                    a rank's batch, split into microbatches
+async_copies                    copies between host and device that the host does not wait for
 mixed_precision                 the float16 loss scale, gradient norms, dtype checks
 loss_guard                      detection of loss spikes and of steps that are not finite
 comm_groups                     the process groups of a plan

@@ -24,16 +24,19 @@ from meshwright.plan.sharding.mesh import in_mesh_order
 
 def create_groups(plan: Plan, world: World) -> None:
     """Makes `world` create every group that any rank of `plan` needs in a step; all ranks call it."""
+    world.create_groups(group_keys(plan, serializes_p2p=world.serializes_p2p))
+
+
+def group_keys(plan: Plan, *, serializes_p2p: bool) -> set[GroupKey]:
+    """Returns every group that any rank of `plan` needs in a step (see `World` for `serializes_p2p`)."""
     moves = (move for role in plan.program.roles for action in role.actions for move in action.transfers)
-    keys = {
+    keys: set[GroupKey] = {
         (in_mesh_order(message.axes), among)
         for move in moves
         for message in move.messages
         for among in message.member_groups(plan.mesh)
     }
-    if world.serializes_p2p:
-        keys |= set(_p2p_pairs(plan))
-    world.create_groups(keys)
+    return keys | set(_p2p_pairs(plan)) if serializes_p2p else keys
 
 
 def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:

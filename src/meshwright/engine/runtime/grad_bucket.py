@@ -51,12 +51,9 @@ class GradBucket:
 
     def pack(self, names: Iterable[str]) -> None:
         """Copies the gradients of `names` in; zeros where backward did not reach a parameter."""
-        for name in names:
-            parameter, view = self.parameters[name], self.views[name]
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
+        pairs = [(self.parameters[name], self.views[name]) for name in names]
+        copy_gradients([view for _, view in pairs], [parameter.grad for parameter, _ in pairs])
+        for parameter, view in pairs:
             if view.dtype == parameter.dtype:
                 parameter.grad = view
 
@@ -64,6 +61,17 @@ class GradBucket:
         """Copies the values back into the parameters' gradients, in the parameters' dtype."""
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                parameter.grad = self.views[name].to(parameter.dtype)
-            else:
-                parameter.grad.copy_(self.views[name])
+                parameter.grad = torch.empty_like(self.views[name], dtype=parameter.dtype)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        torch._foreach_copy_(gradients, list(self.views.values()))
+
+
+def copy_gradients(places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Copies `gradients` to `places`, zeros where there is none: on a GPU, with one kernel for many."""
+    pairs = list(zip(places, gradients, strict=True))
+    absent = [place for place, gradient in pairs if gradient is None]
+    found = [gradient for gradient in gradients if gradient is not None]
+    if absent:
+        torch._foreach_zero_(absent)
+    if found:
+        torch._foreach_copy_([place for place, gradient in pairs if gradient is not None], found)

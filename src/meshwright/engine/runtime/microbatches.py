@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
@@ -33,11 +31,6 @@ def split_microbatches(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tup
             )
         microbatches.append(dict(microbatch))
     return microbatches, num_samples
-
-
-def copy_to_device(microbatches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """Returns the microbatches on `device`; tensors that are there already are not copied."""
-    return [{key: value.to(device) for key, value in microbatch.items()} for microbatch in microbatches]
 
 
 def microbatch_shapes(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tuple[BatchShapes, ...]:

@@ -104,9 +104,7 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the norm over all of `tensors`, 0-dim; for half types in float32, where their squares fit."""
     if not any(tensor.dtype in HALF_TORCH_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors])
-    )
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float32)))
 
 
 def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
@@ -129,14 +127,26 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
             "instruction has it",
             device,
         )
-    multiplies = torch.get_float32_matmul_precision()
-    if device.type != "cpu" and precision.effective.compute == "float32" and multiplies == "highest":
+    if device.type != "cpu" and precision.leaves_tensor_cores_idle:
         logger.warning(
-            "matrices are multiplied in float32 on %s, without tensor cores: about a tenth of its speed in "
-            'bfloat16; set precision.compute = "bfloat16", or for TF32 call '
-            'torch.set_float32_matmul_precision("high")',
-            device,
+            "matrices are multiplied in %s on %s, without tensor cores: about a tenth of its speed in "
+            'bfloat16; set precision.compute = "bfloat16", or precision.tf32 = true',
+            *(precision.compute, device),
         )
+
+
+def set_float32_products(precision: PrecisionConfig, device: torch.device) -> None:
+    """Lets float32 products and convolutions of this process take TF32 if the job says so; else neither.
+
+    torch alone lets convolutions take it and products not. On a CPU nothing is set. Warns if TF32 was on
+    before, and the job does not have it.
+    """
+    if device.type == "cpu":
+        return
+    if torch.get_float32_matmul_precision() != "highest" and not precision.tf32:
+        logger.warning("TF32 was on in this process and is off now; keep it with precision.tf32 = true")
+    torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
 def check_dtypes_match_plan(plan: Plan, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:

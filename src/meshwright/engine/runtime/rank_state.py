@@ -1,13 +1,15 @@
 """The mutable state of one rank in a step, the module that it trains, and the metrics of the step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
+from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.loss_guard import LossSpike, SpikeDetector
 from meshwright.engine.runtime.module_patches import ModulePatches
@@ -32,9 +34,40 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
+class StepNumbers:
+    """The loss and the gradient norm of a step, as `read` returns them.
+
+    `is_late`: the step has returned before the device has computed them, and the first read waits for it.
+    """
+
+    def __init__(self, read: Callable[[], tuple[float, float]], *, is_late: bool = False) -> None:
+        self._read, self.is_late = read, is_late
+
+    @cached_property
+    def values(self) -> tuple[float, float]:
+        """The loss and the gradient norm."""
+        return self._read()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepNumbers) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def __repr__(self) -> str:
+        loss, grad_norm = self.values
+        return f"(loss={loss!r}, grad_norm={grad_norm!r})"
+
+    def __reduce__(self) -> tuple[type["StepNumbers"], tuple[Callable[[], tuple[float, float]]]]:
+        return StepNumbers, (partial(tuple[float, float], self.values),)
+
+
 @dataclass(frozen=True)
 class Metrics:
     """The result of a step, the same on every rank. `tokens` and `samples` are global counts.
+
+    On a GPU, reading `loss` or `grad_norm` waits until the device has ended the step. A loop that reads those
+    of the step before, or of every tenth step, keeps the device busy; all other values are there at once.
 
     `stop_requested`: a rank asked to stop. `is_skipped`: the parameters did not change, because no token
     counted, because the loss guard found a loss spike (`spike`), or because gradients overflowed float16
@@ -43,8 +76,7 @@ class Metrics:
     """
 
     step: int
-    loss: float
-    grad_norm: float
+    numbers: StepNumbers
     lr: float
     tokens: int
     stop_requested: bool = False
@@ -54,6 +86,16 @@ class Metrics:
     noise_scale: float | None = None
     overflow: bool = False
     loss_scale: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss over all that counts in the global batch."""
+        return self.numbers.values[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of the full gradient before clipping."""
+        return self.numbers.values[1]
 
 
 @dataclass
@@ -124,7 +166,7 @@ class StepState:
     stop_requested: bool = False  # by this rank
     microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    loss_factor: float = 1.0  # the loss is multiplied by it before its backward
+    loss_factor: float | torch.Tensor = 1.0  # the loss is multiplied by it before its backward
     forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
     final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
     # what W still has to compute, by block call and microbatch
@@ -145,7 +187,7 @@ class StepState:
     def on_device(cls, device: torch.device) -> "StepState":
         """Returns the state before a step, with numbers that collectives on `device` may sum."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(loss_sum=zero, grad_norm_tensor=zero.new_zeros(1))
+        return cls(loss_sum=zero, scaled_norm=zero.new_zeros(()), grad_norm_tensor=zero.new_zeros(1))
 
     @property
     def grad_norm(self) -> float:
@@ -175,6 +217,7 @@ class RankState:
     works: dict[str, Work] = field(default_factory=dict)  # the collectives that are under way, by action
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
+    copies: DeviceCopies = field(init=False)
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
     flat_params: "FlatParamStore" = field(init=False)
@@ -191,6 +234,7 @@ class RankState:
     spike_detector: SpikeDetector | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.copies = DeviceCopies(self.world.device)
         self.step = StepState.on_device(self.world.device)
 
     def begin_step(self, number: int) -> None:

@@ -12,11 +12,10 @@ from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.microbatches import (
     LocalBatch,
-    copy_to_device,
     single_microbatch,
     split_microbatches,
 )
-from meshwright.engine.runtime.rank_state import Metrics, RankState
+from meshwright.engine.runtime.rank_state import Metrics, RankState, StepNumbers
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
 from meshwright.plan.step.program import Action
@@ -65,10 +64,8 @@ class ActionHandlers:
         microbatches, num_samples = split(batch, plan, state.trained_module.dummy_batch)
         state.begin_step(number)
         step = state.step
-        step.host_microbatches, step.microbatches = (
-            microbatches,
-            copy_to_device(microbatches, state.world.device),
-        )
+        step.host_microbatches = microbatches
+        step.microbatches = state.copies.batches_to_device(microbatches)
         step.num_samples, step.stop_requested = num_samples, stop
         step.num_real_microbatches = min(len(microbatches), -(-num_samples // plan.micro_batch))
         if self._global_batch_loss is not None:
@@ -120,9 +117,8 @@ class ActionHandlers:
                 backward_from(total, self._loss_factor(microbatch))
             global_batch_loss.backward_to_local_samples()
 
-    def _loss_factor(self, microbatch: int) -> float:
-        weight = self._state.token_counter.loss_weight(microbatch) or 1.0
-        return self._state.update.loss_scale_value / weight
+    def _loss_factor(self, microbatch: int) -> float | torch.Tensor:
+        return self._state.update.loss_scale_value / self._state.token_counter.loss_divisor(microbatch)
 
     def pack(self, action: Action) -> None:
         """Packs the gradients of `action.tensors` into their flat parameter or bucket."""
@@ -219,8 +215,7 @@ class ActionHandlers:
         count, stop, num_samples, tokens = self._state.token_counter.totals()
         return Metrics(
             step.number + 1,
-            self._global_loss(),
-            self._metrics_norm(),
+            self._numbers(count),
             lr,
             int(tokens),
             stop_requested=stop > 0,
@@ -232,16 +227,27 @@ class ActionHandlers:
             loss_scale=None if loss_scale is None else loss_scale.value,
         )
 
-    def _metrics_norm(self) -> float:
-        """Returns the norm of the full gradient.
+    def _numbers(self, count: float) -> StepNumbers:
+        """Returns the loss, and the norm of the full gradient.
 
         With several updates in a step, the root mean square over them.
         """
-        state = self._state
-        if self._norm_accumulates:
-            return (state.flat_params.grad_sqnorm.item() / state.token_counter.num_updates) ** 0.5
-        sends_norm = bool(state.plan.sharding.primary_rank_axes)
-        return state.step.grad_norm_tensor.item() if sends_norm else state.step.grad_norm
+        state, step, is_square = self._state, self._state.step, self._norm_accumulates
+        if is_square:
+            norm, divisor = state.flat_params.grad_sqnorm, float(state.token_counter.num_updates)
+        elif state.plan.sharding.primary_rank_axes:
+            norm, divisor = step.grad_norm_tensor, 1.0
+        else:
+            norm, divisor = step.scaled_norm, step.loss_scale
+        read = state.copies.read((step.loss_sum, norm))
+
+        def values() -> tuple[float, float]:
+            loss_sum, value = read()
+            return loss_sum / (count or 1.0), (value / divisor) ** 0.5 if is_square else value / divisor
+
+        # the loss guard and the loss scale have read the device already
+        read_already = state.spike_detector is not None or state.update.loss_scale is not None
+        return StepNumbers(values, is_late=state.copies.is_async and not read_already)
 
     def _global_loss(self) -> float:
         return self._state.step.loss_sum.item() / (self._state.token_counter.totals()[0] or 1.0)

@@ -119,14 +119,13 @@ class GradientNoiseScale:
             float(sum(fraction > 0 for fraction in reported_fractions.values())),
         ]
         total = total / self._state.update.loss_scale_value**2
-        self._message = torch.cat(
-            [total.view(1), torch.tensor(sums, dtype=torch.float64, device=total.device)]
-        )
+        (reported,) = self._state.copies.to_device([torch.tensor(sums, dtype=torch.float64)])
+        self._message = torch.cat([total.view(1), reported])
         self._state.start_collective(action, self._message)
 
     def update_noise_scale(self, action: Action) -> None:
         """Adds this step's estimates of |G|^2 and S to the averages, and stores their ratio."""
-        squares, fraction, num_parts = (number.item() for number in self._message)
+        squares, fraction, num_parts = self._message.tolist()
         num_samples = self._state.token_counter.totals()[2]
         if fraction and self._state.step.spike is None and not self._state.step.overflow:
             estimate_pair = estimate_signal_and_noise(

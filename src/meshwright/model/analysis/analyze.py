@@ -319,6 +319,7 @@ def _build_model_spec(
         requests_checkpointing=loaded_model.requests_checkpointing,
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         batch_norm_calls=tuple(findings.batch_norm_calls),
+        experts_calls=tuple(findings.experts_calls),
         layer_calls=divisible.calls,
         logits=divisible.logits,
         size_attributes=divisible.size_attributes,

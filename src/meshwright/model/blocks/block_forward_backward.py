@@ -356,9 +356,16 @@ def backward(block_call: BlockCall) -> None:
         _backward_cuts(glue, keep=True)
 
 
-def backward_from(root: torch.Tensor, scale: float) -> None:
+def backward_from(root: torch.Tensor, scale: float | torch.Tensor) -> None:
     """Computes the gradients of `scale * root`, a scalar, down to the leaves it was computed from."""
-    run_backward((root,), (torch.full_like(root, scale),), False, False, (), True, True)
+    run_backward((root,), (seed_like(root, scale),), False, False, (), True, True)
+
+
+def seed_like(root: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of `root` with which a backward of `scale * root` begins."""
+    if isinstance(scale, torch.Tensor):
+        return scale.to(root.dtype).expand(root.shape)
+    return torch.full_like(root, scale)
 
 
 def _backward_cuts(cuts: Sequence[GraphCut | OutputLeaf], *, keep: bool) -> None:

@@ -1,6 +1,7 @@
 """The fake-tensor trial: one forward without values shows what the module tree does not say.
 
 fake_tensor_forward    runs the trial and collects its findings
+experts_calls          calls of the experts of a mixture of experts
 layer_costs            flops and saved activations of each layer call
 op_counter             sizes of matrix products, attention and memory-bound operations
 output_graphs          outputs that a model computes over all samples, such as an auxiliary loss

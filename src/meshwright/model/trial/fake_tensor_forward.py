@@ -46,11 +46,12 @@ from meshwright.model.tensor_parallel.layer_pairs import LayerUse, LayerUses
 from meshwright.model.tensor_parallel.vocab_split_search import VocabFlow
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.trial.experts_calls import experts_calls
 from meshwright.model.trial.layer_costs import LayerRanges, SavedStorage
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, block_of
+from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, ExpertsCall, block_of
 
 PROBE_BATCH = 3
 SDPA = "scaled_dot_product_attention"
@@ -104,6 +105,7 @@ class TrialFindings:
     user_checkpointed_calls: list[str]
     table_uses: list[TableUse]
     batch_norm_calls: list[BatchNormCall]
+    experts_calls: list[ExpertsCall]
     untracked_write_lines: list[str]
     outside_generators: tuple[str, ...] = ()
 
@@ -229,6 +231,7 @@ def read_trial(recording: Recording) -> TrialFindings:
         ],
         table_uses=couplings.uses,
         batch_norm_calls=couplings.batch_norm_calls,
+        experts_calls=list(experts_calls(recording)),
         untracked_write_lines=untracked_write_lines(recording),
     )
 

@@ -42,8 +42,9 @@ from meshwright.plan.step.single_device_program import BATCH_INFO, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = axes_with("samples")
-GRAD_SUM_AXES = (*DATA_AXES, *axes_with("tokens"))
-GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(DATA_AXES)}")
+REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in axes_with("experts"))
+GRAD_SUM_AXES = (*REPLICA_AXES, *axes_with("tokens"))
+GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}")
 
 
 @dataclass(frozen=True)

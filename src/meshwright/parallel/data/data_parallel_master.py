@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.data.batch_split import DATA_AXES
+from meshwright.parallel.data.batch_split import REPLICA_AXES
 from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
@@ -57,7 +57,7 @@ class DataParallelMaster(Strategy):
 
     name: ClassVar[str] = "data_parallel_master"
     phase: ClassVar[StrategyPhase] = "storage"
-    axis: str = field(default="dp_replicate", metadata=one_of(*DATA_AXES))
+    axis: str = field(default="dp_replicate", metadata=one_of(*REPLICA_AXES))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = f"strategies.{self.name}"

@@ -32,7 +32,8 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, R
@@ -61,15 +62,11 @@ class DDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        axes = sharding.with_token_axes(self.axis)
-        return sharding.map_param_shardings(
-            lambda param_sharding: replace(
-                param_sharding, grad_layout=param_sharding.grad_layout.with_placement(axes, I)
-            )
-        )
+        return replicate_gradients(sharding, self.axis)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        buckets = coalesce(view.param_groups, self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce])
+        max_numel = self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce]
+        buckets = coalesce(view.param_groups, max_numel)
         return program.edit(lambda actions: self._insert_buckets(actions, buckets, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -82,8 +79,9 @@ class DDP(Strategy):
             stepped_microbatches(actions),
             dict[int, list[Action]](),
         )  # what stands behind which action
-        found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), view.plan.with_token_axes(self.axis)
+        found, ends = BackwardIndex(actions), list[_BucketEnd]()
         for number, bucket in enumerate(buckets):
+            axes = view.plan.param_sum_axes(bucket[0].param_shardings[0], self.axis)
             for microbatch in alone or (None,):
                 places = [
                     found.completing(param_group, view.model_spec.block_calls, microbatch)
@@ -148,19 +146,34 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
-    slices.
+    slices. So have groups of experts, which are summed along fewer axes.
     """
     runs: list[list[ParamGroup]] = []
     for param_group in param_groups:
         if (
             runs
             and runs[-1][-1].is_uneven == param_group.is_uneven
+            and _has_experts(runs[-1][-1]) == _has_experts(param_group)
             and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
             runs[-1].append(param_group)
         else:
             runs.append([param_group])
     return runs
+
+
+def _has_experts(param_group: ParamGroup) -> bool:
+    return not set(axes_with("experts")).isdisjoint(param_group.param_shardings[0].sliced_dims)
+
+
+def replicate_gradients(sharding: ShardingPlan, axis: str) -> ShardingPlan:
+    """Returns `sharding` with every gradient whole on each rank along `axis`, and summed there."""
+
+    def replicated(param_sharding: ParamSharding) -> ParamSharding:
+        axes = sharding.param_sum_axes(param_sharding, axis)
+        return replace(param_sharding, grad_layout=param_sharding.grad_layout.with_placement(axes, I))
+
+    return sharding.map_param_shardings(replicated)
 
 
 def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -174,7 +187,7 @@ def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan)
         yield Diagnostic(text, f"remove {name}{more}", f"strategies.{name}")
     else:
         yield from _check_single_axis(name, axis, sharding)
-    ranks = sharding.mesh.group_size(sharding.with_token_axes(axis))
+    ranks = sharding.mesh.group_size(sharding.sum_axes(axis))
     yield from rule_diagnostics(algorithm, ranks, f"strategies.{name}.algorithm")
 
 

@@ -15,18 +15,17 @@ Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (section 3.2.1, "
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS
-from meshwright.parallel.data.ddp import check_replicas
+from meshwright.parallel.data.ddp import check_replicas, replicate_gradients
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import I
 from meshwright.plan.step.grad_dependencies import first_grad_reader, last_backward, with_grad_waits
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import stepped_microbatches
@@ -55,12 +54,7 @@ class NaiveDDP(Strategy):
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        axes = sharding.with_token_axes(self.axis)
-        return sharding.map_param_shardings(
-            lambda param_sharding: replace(
-                param_sharding, grad_layout=param_sharding.grad_layout.with_placement(axes, I)
-            )
-        )
+        return replicate_gradients(sharding, self.axis)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._insert_reduces(actions, view, job))
@@ -81,13 +75,14 @@ class NaiveDDP(Strategy):
         end = first_grad_reader(actions, microbatch)
         reduces = []
         rule = SizeRule.parse(self.algorithm)
-        for weight in (
-            param_sharding.param for param_sharding in view.param_shardings if param_sharding.param.trainable
-        ):
+        for param_sharding in view.param_shardings:
+            weight = param_sharding.param
+            if not weight.trainable:
+                continue
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
                 "all_reduce",
-                view.plan.with_token_axes(self.axis),
+                view.plan.param_sum_axes(param_sharding, self.axis),
                 nbytes,
                 rule.algorithm_for(nbytes),
                 job.precision.parameters,

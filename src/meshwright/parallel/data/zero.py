@@ -115,13 +115,11 @@ class ZeRO(Strategy):
             axis
             for axis in sharding.grad_sum_axes
             if any(
-                axis not in param_sharding.grad_layout.axes_with("P")
+                axis not in (*param_sharding.grad_layout.axes_with("P"), *param_sharding.sliced_dims)
                 for param_sharding in _trainable(sharding)
             )
         ]
-        if taken := [
-            axis for axis in stored if axis in (*sharding.with_token_axes(self.axis), self.replicate_axis)
-        ]:
+        if taken := [axis for axis in stored if axis in (*sharding.sum_axes(self.axis), self.replicate_axis)]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
             other = [axis for axis in stored if axis in sharding.data_axes and axis != self.axis]
             more = f'; zero can replicate too: replicate_axis = "{other[0]}"' if other else ""
@@ -153,9 +151,8 @@ class ZeRO(Strategy):
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        axes = sharding.with_token_axes(self.axis)
-
         def stored(param_sharding: ParamSharding) -> ParamSharding:
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
             return (
                 replace(
                     param_sharding, storage_layout=param_sharding.storage_layout.with_placement(axes, S(FLAT))
@@ -165,6 +162,7 @@ class ZeRO(Strategy):
             )
 
         def shard(param_sharding: ParamSharding) -> ParamSharding:
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
             grad = param_sharding.grad_layout.with_placement(axes, S(FLAT)).with_placement(
                 (self.replicate_axis,) if self.replicate_axis else (), I
             )
@@ -176,7 +174,6 @@ class ZeRO(Strategy):
         sums = GradReduceScatter(
             view,
             job,
-            view.plan.with_token_axes(self.axis),
             self.replicate_axis,
             every_microbatch=self.stage > 1,
         )

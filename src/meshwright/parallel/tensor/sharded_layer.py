@@ -18,7 +18,7 @@ is the one between the adjoint placements.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -187,16 +187,7 @@ def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding)
             else None
         )
         if cut is not None:
-            place = S(cut.dim)
-            layout, grad, stored = (
-                layout.with_placement(axis, place)
-                for layout in (
-                    param_sharding.layout,
-                    param_sharding.grad_layout,
-                    param_sharding.storage_layout,
-                )
-            )
-            param_sharding = replace(param_sharding, layout=layout, grad_layout=grad, storage_layout=stored)
+            param_sharding = param_sharding.sliced(axis, cut.dim)
     return param_sharding
 
 

@@ -34,6 +34,9 @@ class PrecisionConfig:
     float32 parameters is autocast). `reduce` is that in which gradients are sent. `master` and `gradients`
     default to the dtype of `parameters`, `optimizer_states` to that of `master`.
 
+    With `tf32`, GPUs round float32 operands of matrix products and convolutions to TF32 (10 bits behind the
+    point, where float32 has 23), which tensor cores multiply; without it, of neither. CPUs do not change.
+
     If something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
     `loss_scale_window` steps without an overflow, and is halved by an overflow.
     """
@@ -44,6 +47,7 @@ class PrecisionConfig:
     master: OptionalFloatDtype = ""
     gradients: OptionalFloatDtype = ""
     optimizer_states: OptionalFloatDtype = ""
+    tf32: bool = False
     loss_scale: float = DEFAULT_LOSS_SCALE
     loss_scale_window: int = field(default=DEFAULT_LOSS_SCALE_WINDOW, metadata=at_least(1))
 
@@ -68,6 +72,16 @@ class PrecisionConfig:
     def scales_loss(self) -> bool:
         """Whether gradients may leave the range of float16, so that the loss is scaled."""
         return "float16" in (self.parameters, self.compute)
+
+    @property
+    def compute_text(self) -> str:
+        """The dtype of matrix products, as a run shows it beside its speed."""
+        return f"{self.compute} (TF32 on GPUs)" if self.compute == "float32" and self.tf32 else self.compute
+
+    @property
+    def leaves_tensor_cores_idle(self) -> bool:
+        """Whether matrix products on a GPU take none of its tensor cores: about a tenth of its speed."""
+        return self.compute in ("float32", "float64") and not (self.compute == "float32" and self.tf32)
 
     def notes(self) -> Iterator[str]:
         """Yields what trains, and perhaps not as it was meant."""

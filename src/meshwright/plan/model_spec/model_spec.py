@@ -153,6 +153,29 @@ class BatchNormCall:
 
 
 @dataclass(frozen=True)
+class ExpertsCall:
+    """One call of the experts of a mixture of experts, in the forward of `block_call`.
+
+    `name` is the module with the weights `params` of all `num_experts`, their dim 0. It is called with the
+    rows of `num_tokens` tokens per sample, of `hidden_size` features, and with the index and the weight of
+    `top_k` experts for each; it returns the weighted sum of what these compute. `input_needs_grad` and
+    `weights_need_grad` are about the rows, and the weights of the choice. `prior_layers` are the modules that
+    have ended before it in the block call.
+    """
+
+    name: str
+    block_call: str
+    params: tuple[str, ...]
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    hidden_size: int
+    input_needs_grad: bool = True
+    weights_need_grad: bool = True
+    prior_layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class BatchTensor:
     """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
     dtype.
@@ -225,7 +248,8 @@ class ModelSpec:
     vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
-    batch, in order. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
+    batch, `experts_calls` those of mixtures of experts, in order. `loss_saved_numel`: elements per sample
+    that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -252,6 +276,7 @@ class ModelSpec:
     per_head_inputs: tuple[PerHeadInput, ...] = ()
     residual_flows: tuple[ResidualFlow, ...] = ()
     batch_norm_calls: tuple[BatchNormCall, ...] = ()
+    experts_calls: tuple[ExpertsCall, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -337,6 +362,7 @@ class ModelSpec:
             ),
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
+            experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

@@ -16,6 +16,7 @@ Coarser alignments pad more; `numel` is what is stored and sent, padding include
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from meshwright.plan.model_spec.model_spec import ParamSpec
@@ -89,6 +90,15 @@ class FlatParamSpec:
     def numel(self) -> int:
         """All elements, padding included."""
         return self.num_ranks * self.shard_numel
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the flat parameter that are padding."""
+        found, end = [], 0
+        for _, numel, offset in sorted(self.params, key=lambda each: each[2]):
+            found.append((end, offset))
+            end = offset + numel
+        return tuple((begin, end) for begin, end in [*found, (end, self.numel)] if begin < end)
 
     def param_shards(self, index: int) -> tuple[ParamShard, ...]:
         """Returns the parameter shards of rank `index`, in order; parameters without elements there are left

@@ -15,8 +15,8 @@ host):
 
     Mesh(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
 
-`MESH_AXES` says the same as data: code that means a property of an axis asks it. No strategy uses `outer` and
-`ep` yet, so a plan has them with size 1.
+`MESH_AXES` says the same as data: code that means a property of an axis asks it. No strategy uses `outer`
+yet, so a plan has it with size 1.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -66,7 +66,6 @@ MESH_AXES = (
         "samples",
         "experts",
         ("expert-parallel rank", "expert-parallel ranks"),
-        awaits="expert parallelism",
         in_every_plan=False,
     ),
     MeshAxis("cp", "tokens", None, ("context-parallel rank", "context-parallel ranks")),
@@ -93,9 +92,9 @@ class Mesh:
     number of ranks decides it.
 
     `pp` counts pipeline ranks. `dp_replicate` counts full copies of the parameters. `dp_shard` counts ranks
-    that have other samples and share one copy. `cp` counts the ranks that share the tokens of a sample. `tp`
-    counts the ranks that share each matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer`
-    and `ep` are 1: no strategy uses them yet.
+    that have other samples and share one copy. `ep` counts the ranks that have other samples and other
+    experts. `cp` counts the ranks that share the tokens of a sample. `tp` counts the ranks that share each
+    matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` is 1: no strategy uses it yet.
     """
 
     outer: int = field(default=1, metadata=SIZE)

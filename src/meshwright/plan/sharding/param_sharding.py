@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.sharding.flat_param import ShardAlignment
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
-from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, Placement, R, redistribution_name
+from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, Placement, R, S, redistribution_name
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,21 @@ class ParamSharding:
 
     def with_partial_grad(self, axis: str) -> "ParamSharding":
         """Returns this sharding where each rank along `axis` uses the parameter on its own data: R, so its
-        gradient is P.
+        gradient is P. A parameter that is sliced along it is used on the data of all.
         """
+        if axis in self.sliced_dims:
+            return self
         return replace(
             self,
             layout=self.layout.with_placement(axis, R),
             grad_layout=self.grad_layout.with_placement(axis, P),
         )
+
+    def sliced(self, axis: str, dim: int) -> "ParamSharding":
+        """Returns this sharding where each rank along `axis` has a slice along `dim`, its gradient too."""
+        layouts = (self.layout, self.grad_layout, self.storage_layout)
+        layout, grad, stored = (each.with_placement(axis, S(dim)) for each in layouts)
+        return replace(self, layout=layout, grad_layout=grad, storage_layout=stored)
 
     def grad_reductions(self) -> dict[str, str]:
         """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one."""

@@ -193,16 +193,27 @@ class ShardingPlan:
         """The axes along which ranks hold different tokens of the same samples, outermost first."""
         return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 1)
 
-    def with_token_axes(self, *axes: str) -> tuple[str, ...]:
-        """Returns `axes` and the token axes: gradients of different tokens of a sample are summed like those
-        of samples.
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different samples and different experts, outermost first."""
+        return tuple(axis for axis in axes_with("experts") if axis in self.data_axes)
+
+    def sum_axes(self, *axes: str) -> tuple[str, ...]:
+        """Returns `axes`, and those of tokens and experts: a strategy that sums gradients of samples along
+        `axes` sums them there too.
         """
-        return in_mesh_order({*axes, *self.token_axes})
+        return in_mesh_order({*axes, *self.token_axes, *self.expert_axes})
+
+    def param_sum_axes(self, param_sharding: ParamSharding, *axes: str) -> tuple[str, ...]:
+        """Returns those of `sum_axes(*axes)` along which the gradient of a parameter is summed: not where it
+        is sliced, since its gradient is complete there.
+        """
+        return tuple(axis for axis in self.sum_axes(*axes) if axis not in param_sharding.sliced_dims)
 
     @property
     def grad_sum_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summed, because ranks have different samples or tokens."""
-        return self.with_token_axes(*self.data_axes)
+        return self.sum_axes(*self.data_axes)
 
     @cached_property
     def grad_norm_axes(self) -> tuple[str, ...]:
@@ -219,8 +230,9 @@ class ShardingPlan:
 
     @cached_property
     def param_slice_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have slices of parameters, outermost first."""
-        return in_mesh_order({axis for each in self.param_shardings for axis in each.sliced_dims})
+        """The axes along which ranks have slices of parameters for the same samples, outermost first."""
+        sliced = {axis for each in self.param_shardings for axis in each.sliced_dims}
+        return in_mesh_order(sliced.difference(self.data_axes))
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
@@ -322,6 +334,7 @@ class ShardingPlan:
         is_own_group = [axis for axis in first.grad_reductions() if axis not in self.grad_sum_axes]
         is_own_group = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in is_own_group]
         name += f" over {' '.join(is_own_group)}" if is_own_group else ""
+        name += " experts" if set(first.sliced_dims) & set(self.data_axes) else ""
         name += " in uneven slices" if uneven else ""
         if first.flat_shard_axes and first.shard_alignment != "element":
             name += (

@@ -42,20 +42,19 @@ class _Buffer:
 
 
 class GradReduceScatter:
-    """Reductions over `axes` into shards, and of shards over `replicate_axis`; for every microbatch, or once
-    per step.
+    """Reductions into the shards of flat parameters, and of shards over `replicate_axis`; for every
+    microbatch, or once per step.
     """
 
     def __init__(
         self,
         view: RankView,
         job: Job,
-        axes: tuple[str, ...],
         replicate_axis: str,
         *,
         every_microbatch: bool,
     ) -> None:
-        self.axes, self.replicate_axis, self.every_microbatch = axes, replicate_axis, every_microbatch
+        self.replicate_axis, self.every_microbatch = replicate_axis, every_microbatch
         self.param_groups = view.param_groups
         self.flat_param_specs = view.flat_param_specs
         self.block_calls = view.model_spec.block_calls
@@ -89,7 +88,8 @@ class GradReduceScatter:
         return not self.every_microbatch and self.reduce_dtype == self.grad_dtype == self.param_dtype
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
-        transfer = Transfer("reduce_scatter", self.axes, self._nbytes(param_group), dtype=self.reduce_dtype)
+        axes = self.flat_param_specs[param_group.name].axes
+        transfer = Transfer("reduce_scatter", axes, self._nbytes(param_group), dtype=self.reduce_dtype)
         return Action(
             "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )

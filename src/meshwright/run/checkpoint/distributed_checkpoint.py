@@ -107,8 +107,10 @@ def save_tensors(
     parts = WritePlan.from_ranks(tensors, ranks.gather("listing shares", lambda: list_shards(tensors)))
     names = [_file_name(index) for index in range(group.size)]
 
+    entries = parts.entries(names) if group.index == 0 else {}
+
     def manifest(files: Mapping[str, ShardFile]) -> Manifest:
-        return Manifest(step, parts.entries(names), dict(files), dict(meta))
+        return Manifest(step, entries, dict(files), dict(meta))
 
     def begin() -> bytes:
         largest = {names[index]: ShardFile(MAX_NBYTES, "0" * 64) for index in parts.writer_indices()}

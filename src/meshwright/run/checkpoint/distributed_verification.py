@@ -5,14 +5,14 @@ A single process reads every byte for the checksums (`save_load.load_tensors`). 
 checkpoint each reads a share of the files and relies on the others for the rest: S bytes are read, not n S.
 
     read     every rank   the manifest, whether it fits this run, names and sizes       a few stats
-    gather   every rank   a digest of the manifest, and the identity of its files
+    gather   every rank   a digest of the manifest, and the identity of its folder
     check    each rank    checksums of its share: the largest file first, each to the rank with the fewest
                           bytes so far
     agree    every rank   the diagnostics of all; if there is one, all ranks raise the same error
 
-Ranks that read other files, such as a copy on their own host, do not rely on each other: files are
-identified by inode and time of change, and shared among the ranks that read the same ones. Where a file
-system gives every host other inodes, more than needed is read, never less.
+Ranks that read other files, such as a copy on their own host, do not rely on each other: the folder and its
+manifest are identified by inode and time of change, and files are shared among the ranks that read the same
+ones. Where a file system gives every host other inodes, more than needed is read, never less.
 
 If the newest checkpoint is damaged, all ranks skip it and verify the next one.
 """
@@ -32,7 +32,7 @@ from meshwright.run.checkpoint.distributed_checkpoint import (
     checked_manifest,
     first_valid,
 )
-from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, stat_regular_file
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, stat_regular_file
 from meshwright.run.checkpoint.sizes_and_checksums import check_checksums, check_sizes
 from meshwright.run.checkpoint.write_plan import balance_by_size
 
@@ -61,7 +61,7 @@ def verify_checkpoint(
         manifest = checked_manifest(path, step, check)
         check_sizes(path, manifest.files)
         manifests.append(manifest)
-        return sha256(manifest.dump().encode()).digest() + _file_identity(path, manifest)
+        return sha256((path / MANIFEST_FILE).read_bytes()).digest() + _folder_identity(path)
 
     records = consensus.gather_or_raise("reading the manifest of a checkpoint", read)
     others = [
@@ -102,11 +102,10 @@ def newest_valid_on_all_ranks(
     return first_valid(folder, found, lambda path, step: verify_checkpoint(path, consensus, check, step))
 
 
-def _file_identity(path: Path, manifest: Manifest) -> bytes:
-    found = {name: stat_regular_file(path / name) for name in sorted(manifest.files)}
-    return sha256(
-        repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()
-    ).digest()
+def _folder_identity(path: Path) -> bytes:
+    """Equal for two ranks that see one folder: of its files, only the manifest is looked at."""
+    found = (path.stat(), stat_regular_file(path / MANIFEST_FILE))
+    return sha256(repr([(status.st_ino, status.st_ctime_ns) for status in found]).encode()).digest()
 
 
 def _share(manifest: Manifest, run: Sequence[bytes], index: int) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -132,8 +132,14 @@ class Manifest:
         """Returns the canonical JSON of this manifest, with its own sha256. Raises CheckpointError when
         `meta` is not plain JSON, and when the text is too long to be read back.
         """
+        entries = {  # not asdict, which copies every number: 4 s for the slices of 1,024 ranks
+            name: {**vars(entry), "slices": [vars(box) for box in entry.slices]}
+            for name, entry in self.entries.items()
+        }
+        files = {name: vars(shard) for name, shard in self.files.items()}
+        body = {"step": self.step, "entries": entries, "files": files, "meta": self.meta}
         try:
-            text = seal_json({**CHECKPOINT.header, **asdict(self)})
+            text = seal_json({**CHECKPOINT.header, **body})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"meta is not plain JSON: {error}",

@@ -59,7 +59,12 @@ class WritePlan:
         whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
         all_ranges: set[ShardRange] = set()
         cut: list[tuple[ShardRange, ...]] = []
+        known: set[bytes] = set()
         for line in listings:
+            if line in known:  # a replica, which writes nothing
+                cut.append(())
+                continue
+            known.add(line)
             rows = json.loads(line or b"[]")
             mine = [
                 ShardRange(name, tuple(shape), dtype, a, b, _parse_spans(spans))

@@ -146,6 +146,6 @@ def peak_memory(device: torch.device) -> int:
 
 def _peak_flops(plan: Plan, device: torch.device) -> float | None:
     dtype = plan.job.precision.compute
-    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+    if dtype == "float32" and plan.job.precision.tf32:
         return None  # TF32 is faster than the peak of float32, and the table does not have it
     return peak_flops(device_name(device), dtype)

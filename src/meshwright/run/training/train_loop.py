@@ -113,13 +113,12 @@ def train_loop(
                 batch = batches.batch(executor.steps_done)
             with rank_usage.timed_phase("step"), rank_usage.measure_activations():
                 metrics = loop.run_step(batch, should_stop, profiler)
-            record = _step_record(metrics, rank_usage, _memory(process, world.device))
-            loop.record_step(metrics, record)
+            loop.end_step(metrics, _step_usage(metrics, rank_usage, _memory(process, world.device)))
             last = executor.steps_done == steps or batches.has_ended(executor.steps_done)
-            improved = loop.evaluate(record, last=last)
+            improved = loop.evaluate(last=last)
             due = plan.run.save_every and executor.steps_done % plan.run.save_every == 0
             if loop.is_over or due or last or (improved and plan.run.keep_best):
-                loop.save(record, best=improved)
+                loop.save(best=improved)
             rank_usage.end_step()
         rank_usage.close()
         loop.enter_phase("init", executor.steps_done)
@@ -170,6 +169,16 @@ def save_checkpoint(folder: Path, executor: StepExecutor, meta: Mapping[str, Any
     return path
 
 
+@dataclass(frozen=True)
+class _StepUsage:
+    seconds: float
+    data_s: float
+    save_s: float
+    memory: int
+    flops_per_s: float | None
+    mfu: float | None
+
+
 class _TrainLoop:
     def __init__(
         self,
@@ -189,7 +198,9 @@ class _TrainLoop:
         self.stop_reason = "" if eval_samples is None else self.eval_history.stop_reason(plan.job.evaluate)
         self.stop_request: StopRequest = None
         self.loss: float | None = None
+        self.record: StepRecord | None = None  # of the last step that was recorded
         self.stopped, self.num_skipped, self.num_overflows, self._warned = False, 0, 0, False
+        self._unrecorded: tuple[Metrics, _StepUsage] | None = None  # the last step, if its numbers are late
         self._idle = 0  # consecutive steps in which no token counted
         self._num_samples = None if isinstance(batches.dataset, TokenStream) else len(batches.dataset)
         self.checkpoint = (
@@ -230,9 +241,23 @@ class _TrainLoop:
         except LossSpikeError as error:
             raise LossSpikeError(error.spike, error.stop_reason, self._note_spike(error.spike)) from None
 
-    def record_step(self, metrics: Metrics, record: StepRecord) -> None:
-        """Logs a step and calls the callbacks. Raises PlanError if no token of a whole epoch counted."""
-        self.loss, self.stopped = metrics.loss, metrics.stop_requested
+    def end_step(self, metrics: Metrics, usage: _StepUsage) -> None:
+        """Records a step. Late numbers, as on a GPU, are recorded by the next step, or what needs them."""
+        self.record_last_step()
+        self.stopped, self._unrecorded = metrics.stop_requested, (metrics, usage)
+        if not metrics.numbers.is_late:
+            self.record_last_step()
+
+    def record_last_step(self) -> None:
+        """Logs the last step, if that was not done, and calls the callbacks.
+
+        Raises PlanError if no token of a whole epoch counted.
+        """
+        if self._unrecorded is None:
+            return
+        (metrics, usage), self._unrecorded = self._unrecorded, None
+        record = self.record = _step_record(metrics, usage)
+        self.loss = metrics.loss
         self._write(asdict(record))
         self.num_overflows += metrics.overflow
         self._idle = (
@@ -259,31 +284,34 @@ class _TrainLoop:
         spike = "" if metrics.spike is None else str(metrics.spike)
         self.call_back(lambda callback: callback.on_step_end, CallbackEvent(record.step, record, spike=spike))
 
-    def evaluate(self, record: StepRecord, *, last: bool) -> bool:
+    def evaluate(self, *, last: bool) -> bool:
         """Evaluates if it is due; returns whether the result is the best so far."""
-        spec = self.plan.job.evaluate
-        due = last or (spec.every and record.step % spec.every == 0)
+        spec, step = self.plan.job.evaluate, self.executor.steps_done
+        due = last or (spec.every and step % spec.every == 0)
         if self.eval_samples is None or self.stopped or not due:
             return False
-        self.enter_phase("evaluate", record.step)
+        self.record_last_step()
+        self.enter_phase("evaluate", step)
         with self.rank_usage.timed_phase("evaluate"):
             result = self.executor.evaluate(self.eval_samples.batches())
         self.executor.lr_schedule.report_metric(result.loss)
-        self.eval_history = self.eval_history.with_evaluation(result.loss, record.step, spec.min_delta)
+        self.eval_history = self.eval_history.with_evaluation(result.loss, step, spec.min_delta)
         self.stop_reason = self.eval_history.stop_reason(spec)
         values = result.as_dict()
         seconds = self.rank_usage.pop_phase_seconds("evaluate")
-        self._write({"kind": EVALUATION, "step": record.step, **values, "seconds": seconds})
-        improved = self.eval_history.best_step == record.step
+        self._write({"kind": EVALUATION, "step": step, **values, "seconds": seconds})
+        improved = self.eval_history.best_step == step
         self.call_back(
             lambda callback: callback.on_evaluate,
-            CallbackEvent(record.step, record, values, is_best=improved),
+            CallbackEvent(step, self.record, values, is_best=improved),
         )
         return improved
 
-    def save(self, record: StepRecord, *, best: bool) -> None:
+    def save(self, *, best: bool) -> None:
         """Saves a checkpoint of this step; with `best`, it is kept until a better one exists."""
-        self.enter_phase("save", record.step)
+        self.record_last_step()
+        step = self.executor.steps_done
+        self.enter_phase("save", step)
         with self.rank_usage.timed_phase("save"):
             self.checkpoint = save_run_checkpoint(
                 self.executor, self.plan, self.world, self.batches.dataset.digest, self.eval_history
@@ -291,7 +319,7 @@ class _TrainLoop:
         if best and self.plan.run.keep_best and self.world.rank == 0:
             mark_best(self.checkpoint.parent, self.eval_history.best_step, self.eval_history.best_loss)
         self.call_back(
-            lambda callback: callback.on_save, CallbackEvent(record.step, record, checkpoint=self.checkpoint)
+            lambda callback: callback.on_save, CallbackEvent(step, self.record, checkpoint=self.checkpoint)
         )
 
     def result(self) -> TrainResult:
@@ -329,25 +357,19 @@ def _finite(record: StepRecord) -> bool:
     return isfinite(record.loss) and isfinite(record.grad_norm)
 
 
-def _step_record(metrics: Metrics, rank_usage: RankUsage, memory: int) -> StepRecord:
-    m, data_s, save_s = metrics, rank_usage.pop_phase_seconds("data"), rank_usage.pop_phase_seconds("save")
+def _step_usage(metrics: Metrics, rank_usage: RankUsage, memory: int) -> _StepUsage:
+    data_s, save_s = rank_usage.pop_phase_seconds("data"), rank_usage.pop_phase_seconds("save")
     seconds = data_s + rank_usage.pop_phase_seconds("step")
-    flops_per_s, mfu = rank_usage.throughput(m.samples, seconds)
-    speed = m.tokens / seconds
-    values = (
-        m.step,
-        m.loss,
-        m.grad_norm,
-        m.lr,
-        m.tokens,
-        seconds,
-        speed,
-        memory,
-        m.is_skipped,
-        data_s,
-        save_s,
+    return _StepUsage(seconds, data_s, save_s, memory, *rank_usage.throughput(metrics.samples, seconds))
+
+
+def _step_record(metrics: Metrics, usage: _StepUsage) -> StepRecord:
+    m, u = metrics, usage
+    values = (m.step, m.loss, m.grad_norm, m.lr, m.tokens, u.seconds, m.tokens / u.seconds, u.memory)
+    return StepRecord(
+        *(*values, m.is_skipped, u.data_s, u.save_s, u.flops_per_s, u.mfu),
+        *(m.noise_scale, m.overflow, m.loss_scale),
     )
-    return StepRecord(*values, flops_per_s, mfu, m.noise_scale, m.overflow, m.loss_scale)
 
 
 def _memory(process: psutil.Process, device: torch.device) -> int:

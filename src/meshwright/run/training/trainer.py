@@ -67,6 +67,8 @@ class Trainer:
             oom_advisor,
         )
         self._warned = False  # of a step that changed nothing, or whose numbers are not finite
+        # the last step, if its numbers were late: checked with the next one
+        self._unchecked: tuple[Metrics, LocalBatch] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -91,8 +93,21 @@ class Trainer:
         prepared = self._prepare(batch)
         with self.oom_advisor:
             metrics = self.executor.step(prepared, stop=stop)
-        self._warn_once(metrics, prepared)
+        self.check_last_step()
+        self._unchecked = metrics, prepared
+        if not metrics.numbers.is_late:
+            self.check_last_step()
         return metrics
+
+    def check_last_step(self) -> None:
+        """Warns if the last step changed nothing, or made the parameters unusable; once per run.
+
+        On a GPU the numbers of a step are late: the next step, an evaluation, a checkpoint or the end calls
+        this.
+        """
+        if self._unchecked is not None:
+            self._warn_once(*self._unchecked)
+            self._unchecked = None
 
     def evaluate(self, data: object, metrics: Mapping[str, EvalMetric] | None = None) -> Evaluation:
         """Returns the loss over the samples of `data`, exact over all ranks, and the `metrics` of the user.
@@ -103,6 +118,7 @@ class Trainer:
         divides it. Evaluation runs in eval mode and without gradients, and does not change parameters,
         buffers, modes and random states.
         """
+        self.check_last_step()
         batches = self._eval_batches(data)
         with self.oom_advisor:
             if not metrics:
@@ -144,15 +160,13 @@ class Trainer:
         return select_local_batch(batch_tensors(batch, self.analyzed), self.plan, self.world.rank)
 
     def _warn_once(self, metrics: Metrics, batch: LocalBatch) -> None:
-        """Warns of the first step that changed nothing, or that made the parameters unusable."""
-        is_harmed = not (isfinite(metrics.loss) and isfinite(metrics.grad_norm))
         if self._warned or metrics.overflow or metrics.spike is not None:
             return
         if metrics.is_skipped:
             self._warned = True
             text = "step %d changed nothing: no label of the batch counts (-100, or a weight of 0)"
             logger.warning(text, metrics.step)
-        elif is_harmed:
+        elif not (isfinite(metrics.loss) and isfinite(metrics.grad_norm)):
             self._warned = True
             _warn_of_harm(metrics, batch)
 
@@ -216,6 +230,7 @@ class Trainer:
 
     def save(self, folder: Path | str) -> Path:
         """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""
+        self.check_last_step()
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
         return save_checkpoint(Path(folder), self.executor, meta, self.world)
 
@@ -229,6 +244,7 @@ class Trainer:
         `dtype`, or as they are. Of a peft model the adapter is written, as peft does; with `merge`, the base
         model with the adapter merged into it.
         """
+        self.check_last_step()
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
         with self.world.ledger.pause_recording():
             buffers = gather_full_buffers(self.executor.state, "GATHER_FULL")
@@ -260,12 +276,15 @@ class Trainer:
 
     def close(self) -> None:
         """Restores the module's own forward methods."""
+        self.check_last_step()
         self.executor.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:  # a device that failed has no numbers
+            self._unchecked = None
         self.close()
 
 

@@ -1,0 +1,69 @@
+"""A training step with distributed experts against transformers' expert parallelism: 64 experts, 8 chosen, 2
+processes over gloo.
+
+    step          at most 0.9 x: CPU seconds of all ranks decide
+    bytes         at most 0.30 x between the ranks, to experts and back: a token travels once per rank
+
+A second loop of transformers is the twin that shows the noise.
+
+    python -m benchmarks.experts.expert_vs_peers           about five minutes
+    python -m benchmarks.experts.expert_vs_peers --quick   a few rounds; writes nothing
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+
+from benchmarks.experts.mixtral_steps import ours, peer
+from benchmarks.harness.interleaved_timing import Rounds, Window, compare, measure, overall
+from benchmarks.harness.rank_processes import Ranks
+from benchmarks.harness.result import Result
+from benchmarks.models.llama_steps import fresh_store
+
+NAME = "expert_vs_peers"
+CLAIM = (
+    "two processes over gloo, 64 experts of which 8 are chosen: our step costs at most 0.9 x that of "
+    "transformers' expert parallelism, and exchanges at most 0.30 x its bytes"
+)
+RANKS, BAR, BYTES_BAR = 2, 0.9, 0.30
+WINDOW = Window(12, 40, 300, warmup=2)
+QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
+SIDES = {"transformers": peer, "ours": ours, "twin": peer}
+PRELOAD = ("torch", "transformers.models.mixtral.modeling_mixtral", "meshwright.api")
+
+
+def exchanged(rounds: Rounds, name: str) -> float:
+    """Returns the bytes that all ranks of one side exchange in a step: the median of all steps."""
+    costs = [each[name] for each in rounds.clean]
+    return median(sum(note["exchanged"] for note in cost.notes if isinstance(note, dict)) for cost in costs)
+
+
+def main() -> None:
+    """Measure and write the result."""
+    quick = "--quick" in sys.argv[1:]
+    with ExitStack() as opened:
+        sides = [
+            opened.enter_context(Ranks(name, build, RANKS, preload=PRELOAD, store=fresh_store()))
+            for name, build in SIDES.items()
+        ]
+        rounds = measure(sides, QUICK if quick else WINDOW)
+    cpu, wall = (
+        compare(rounds, "ours", base="transformers", twin="twin", bar=BAR, figure=figure)
+        for figure in ("cpu_s", "wall_s")
+    )
+    nbytes = {name: exchanged(rounds, name) for name in SIDES}
+    ratio = nbytes["ours"] / nbytes["transformers"]
+    print(
+        f"cpu {cpu.ratio}, A/A {cpu.aa}, holds {cpu.holds}; wall {wall.ratio}; bytes {ratio:.4f} x",
+        flush=True,
+    )
+    if not quick:
+        result = Result.of_comparisons(NAME, CLAIM, {"step": (rounds, cpu, wall)})
+        detail = {**result.detail, "bytes": nbytes, "bytes ratio": ratio}
+        holds = overall([result.holds, ratio <= BYTES_BAR])
+        print(replace(result, holds=holds, detail=detail).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Expert parallelism: ranks hold different experts of a mixture of experts.
+
+expert_parallel    each rank has some experts; tokens travel to them, and what they compute travels back
+dispatch           runs one call of experts that lie on several ranks
+"""

@@ -1,0 +1,203 @@
+"""Runs one call of experts whose weights lie on several ranks: rows go to the experts, and sums return.
+
+    tokens --sent once to each rank--> rows --one row per (token, expert)--> pairs --the module's forward-->
+    weighted pairs --added up per row--> sums --returned--> added up per token
+
+The module computes on pairs with one expert each, so it needs no mark for an expert that is elsewhere, and
+any of its kernels serves. Sums of float16 and bfloat16 are taken in float32.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.strategy_interface import Runtime
+
+COUNT_DTYPE, COUNT_NBYTES = "int64", 8
+INDEX_DTYPE = "int32"
+
+
+def weights_dtype(compute: str) -> str:
+    """Returns the dtype in which the weights of chosen experts travel."""
+    return "float64" if compute == "float64" else "float32"
+
+
+def expected_rows(call: ExpertsCall, num_tokens: int, num_ranks: int, index: int) -> tuple[int, int]:
+    """Returns how many rows the rank at `index` sends and receives if all experts are chosen alike.
+
+    Each rank has `num_tokens` tokens. A token goes to a rank if at least one of its k experts is there.
+    """
+    reached = reached_shares(call, num_ranks)
+    sent = sum(share for rank, share in enumerate(reached) if rank != index)
+    return round(num_tokens * sent), round(num_tokens * (num_ranks - 1) * reached[index])
+
+
+def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
+    """Returns for each rank the share of tokens that have an expert there, if all are chosen alike."""
+    number, chosen = call.num_experts, call.top_k
+    sizes = [end - first for first, end in expert_ranges(number, num_ranks)]
+    return [1 - comb(number - size, chosen) / comb(number, chosen) for size in sizes]
+
+
+def expert_ranges(num_experts: int, num_ranks: int) -> list[tuple[int, int]]:
+    """Returns the first expert of each rank, and the one after its last."""
+    each, more = divmod(num_experts, num_ranks)
+    ends = [(rank + 1) * each + min(rank + 1, more) for rank in range(num_ranks)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple[str, str]:
+    """Returns the names under which a rank records the rows that it sends, and those that it receives."""
+    of = f"({call.block_call}, {number}, {microbatch})"
+    return f"rows to experts{of}", f"rows from tokens{of}"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of this rank and of others, for the experts here: [rows, features], [rows, k], [rows, k]."""
+
+    hidden: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+
+class ExpertDispatch:
+    """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
+
+    `microbatches` are those of the planned actions, by name.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        axis: str,
+        call: ExpertsCall,
+        number: int,
+        microbatches: Mapping[str, int | None],
+    ) -> None:
+        state = runtime.state
+        self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
+        self._group: Group = state.world.group((axis,))
+        self._ranges = expert_ranges(call.num_experts, self._group.size)
+        self._first, self._end = self._ranges[self._group.index]
+        precision = state.plan.job.precision
+        self._dtype = getattr(torch, precision.compute)
+        self._weights_dtype = getattr(torch, weights_dtype(precision.compute))
+        self._module = state.trained_module.module.get_submodule(call.name)
+
+    def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns what `forward` returns with all experts, for [tokens, features] and their choice."""
+        hidden, index, weights = (
+            each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)
+        )
+
+        def compute(*pairs: torch.Tensor) -> torch.Tensor:
+            given = iter(pairs)
+            positional = [next(given) if isinstance(each, torch.Tensor) else each for each in args]
+            named = {
+                key: next(given) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()
+            }
+            with _with_num_experts(self._module, self._end - self._first):
+                return forward(*positional, **named)
+
+        own, away, route = self._find_route(index)
+        self._record_counts(route)
+        rows = self._send(route, _Rows(hidden, index, weights), own, away)
+        sums = self._compute(compute, rows, is_fake=isinstance(index, FakeTensor))
+        own_sums, other_sums = sums.split([len(own), len(sums) - len(own)])
+        (returned,) = send_rows(route.adjoint, self._action_name, other_sums.to(self._dtype))
+        total = sums.new_zeros(hidden.shape)
+        total = total.index_add(0, own, own_sums).index_add(0, away, returned.to(sums.dtype))
+        return total.to(hidden.dtype)
+
+    def _action_name(self) -> str:
+        return self._state.current_action
+
+    def _record_counts(self, route: Route) -> None:
+        action = self._action_name()
+        if action in self._microbatches:
+            names = count_names(self._call, self._number, self._microbatches[action])
+            self._state.world.ledger.record_count(names[0], sum(route.input_splits))
+            self._state.world.ledger.record_count(names[1], sum(route.output_splits))
+
+    @torch.no_grad()
+    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
+        """Returns the tokens with experts here, those sent to other ranks (in the order of ranks), and the
+        route of these.
+        """
+        if isinstance(index, FakeTensor):
+            return self._expected_route(index)
+        firsts = torch.tensor([first for first, _ in self._ranges[1:]], device=index.device)
+        reached = torch.zeros(self._group.size, len(index), dtype=torch.bool, device=index.device)
+        reached.t().scatter_(1, torch.bucketize(index.contiguous(), firsts, right=True), value=True)
+        (own,) = reached[self._group.index].nonzero(as_tuple=True)
+        reached[self._group.index] = False
+        _, away = reached.nonzero(as_tuple=True)
+        return own, away, Route.exchange(self._group, reached.sum(1), self._action_name())
+
+    def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
+        """Returns the route of tokens without values: as if all experts were chosen alike."""
+        shares = reached_shares(self._call, self._group.size)
+        num_rows = [round(len(index) * share) for share in shares]
+        mine, size = self._group.index, self._group.size
+        splits = tuple(0 if rank == mine else number for rank, number in enumerate(num_rows))
+        arriving = tuple(0 if rank == mine else num_rows[mine] for rank in range(size))
+        own, away = (index.new_zeros(number) for number in (num_rows[mine], sum(splits)))
+        counts = index.new_zeros(size)
+        return own, away, Route.exchange(self._group, counts, self._action_name(), known=(splits, arriving))
+
+    def _send(self, route: Route, given: _Rows, own: torch.Tensor, away: torch.Tensor) -> _Rows:
+        """Returns the rows for the experts here: own ones, then those of other ranks."""
+        index = route.send(given.index[away].to(getattr(torch, INDEX_DTYPE)), self._action_name())
+        hidden, weights = send_rows(
+            route,
+            self._action_name,
+            given.hidden[away].to(self._dtype),
+            given.weights[away].to(self._weights_dtype),
+        )
+        return _Rows(
+            torch.cat([given.hidden[own], hidden.to(given.hidden.dtype)]),
+            torch.cat([given.index[own], index.to(given.index.dtype)]),
+            torch.cat([given.weights[own], weights.to(given.weights.dtype)]),
+        )
+
+    def _compute(self, compute: Callable[..., torch.Tensor], rows: _Rows, *, is_fake: bool) -> torch.Tensor:
+        """Returns the weighted sum of the experts here for each row."""
+        if is_fake:
+            row = slot = rows.index.new_zeros(
+                rows.index.numel() * (self._end - self._first) // self._call.num_experts
+            )
+        else:
+            row, slot = ((rows.index >= self._first) & (rows.index < self._end)).nonzero(as_tuple=True)
+        hidden, weights = rows.hidden[row], rows.weights[row, slot].unsqueeze(1)
+        if len(row):
+            outputs = compute(hidden, (rows.index[row, slot] - self._first).unsqueeze(1), weights)
+        else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
+            parameter = next(self._module.parameters())
+            outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
+        half = outputs.dtype in (torch.float16, torch.bfloat16)
+        outputs = outputs.float() if half else outputs
+        return outputs.new_zeros(rows.hidden.shape).index_add(0, row, outputs)
+
+
+@contextmanager
+def _with_num_experts(module: nn.Module, number: int) -> Iterator[None]:
+    """Makes a module that counts its experts count those of this rank."""
+    before = module.__dict__.get("num_experts")
+    if before is None:
+        yield
+        return
+    module.__dict__["num_experts"] = number
+    try:
+        yield
+    finally:
+        module.__dict__["num_experts"] = before

@@ -1,0 +1,243 @@
+"""Expert parallelism: each rank along `ep` has some of the experts, and tokens travel to them.
+
+Why it works: an expert computes on each token by itself, so it does not matter on which rank. A router gives
+a token k experts; the token is sent once to each other rank that has some of them, with their index and
+weight. There each of these experts computes, the results are weighted and added, and one sum returns. So the
+traffic counts ranks, not experts: with 64 experts of which 8 are chosen, on 2 ranks, a token is sent at most
+once, where a copy per expert would be sent 4 times.
+
+    rank 0   tokens --router--> own -------------+--> experts 0 1 --> weighted sums --+--> tokens
+                        |  for rank 1            |  from rank 1          for rank 1 |  | from rank 1
+                        +---- all_to_all_v ----> | <-+                              v  |
+    rank 1   tokens --router--> ...                  experts 2 3 --> ...         all_to_all_v
+
+    weights of experts S(expert) along ep; the batch is split along it, so all other weights are R there, and
+    their gradients are summed. The gradient of an expert is complete: the tokens of all ranks came to it.
+
+    sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
+      forward     8 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w     (counts; rows with indices and weights; sums)
+      backward                r D w  +  q (D w + 4 k)           (gradients of sums; of rows and weights)
+    expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
+      r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
+
+Rows travel in the compute dtype, weights in float32 (float64 in a float64 job). No token is dropped: the
+numbers of rows are known at run time (`RuntimeSize`), and ranks tell each other. Ranks along other axes hold
+further copies or slices of the same experts; a token that ranks along tp share is sent by each of them.
+Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts runs,
+on one (token, expert) pair per row, whatever kernel it chooses.
+Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
+host. A rank waits for the one whose experts are chosen most.
+Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
+(transformers' experts interface).
+Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
+Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
+a token per node).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from meshwright.parallel.expert.dispatch import (
+    COUNT_DTYPE,
+    COUNT_NBYTES,
+    INDEX_DTYPE,
+    ExpertDispatch,
+    count_names,
+    expected_rows,
+    weights_dtype,
+)
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES, ExpertsCall
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.program import Action, Program, RuntimeSize, Transfer
+from meshwright.plan.step.single_device_program import (
+    FORWARD_KINDS,
+    runs_input_backward,
+    samples_per_microbatch,
+)
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+DTYPE_NBYTES = {**FLOAT_NBYTES, **INTEGER_NBYTES}
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Strategy):
+    """Distributes the experts of a mixture of experts along `axis`."""
+
+    name: ClassVar[str] = "expert_parallel"
+    phase: ClassVar[StrategyPhase] = "shard"
+    axis: str = field(default="ep", metadata=one_of("ep"))
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
+        location = f"strategies.{self.name}"
+        if not calls:
+            text = "no module of this model is called as experts are: with rows [tokens, features], and the "
+            text += "index and the weight [tokens, k] of the chosen experts"
+            fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
+            yield Diagnostic(text, fix, location)
+        fewest = min((call.num_experts for call in calls), default=num_ranks)
+        if fewest < num_ranks:
+            text = f"{num_ranks} ranks along {self.axis}, and a layer has {fewest} experts"
+            yield Diagnostic(text, f"set mesh.{self.axis} to at most {fewest}", f"mesh.{self.axis}")
+        names = [call.name for call in calls]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            text = f"the experts {name} are called {names.count(name)} times in a forward"
+            yield Diagnostic(text, "give each layer experts of its own, or set mesh.ep = 1", location)
+        if job.train.noise_scale:
+            text = (
+                "the noise scale compares gradients of ranks, and that of an expert is of all ranks' tokens"
+            )
+            yield Diagnostic(text, "set train.noise_scale = false", "train.noise_scale")
+        if job.guard.action != "off":
+            text = (
+                "the guard looks for the rank that caused a loss spike, and an expert has all ranks' tokens"
+            )
+            yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location = f"strategies.{self.name}"
+        if self.axis not in sharding.data_axes:
+            text = f"the ranks along {self.axis} would all see the same samples: no strategy splits the batch"
+            fix = f'add [[strategies]] name = "batch_split", axis = "{self.axis}"'
+            yield Diagnostic(f"{text} there", fix, location)
+        if sharding.primary_rank_axes:
+            text = "with data_parallel_master one rank steps for all others, and none has all experts"
+            yield Diagnostic(text, "use ddp or zero in its place", location)
+        if sharding.residual_layout.axes_with("S"):
+            axes = " and ".join(sharding.residual_layout.axes_with("S"))
+            text = f"experts take whole tokens, and the residual stream is sharded along {axes}"
+            fix = "use tensor_parallel in mode 1d, without sequence_parallel; or set mesh.ep = 1"
+            yield Diagnostic(text, fix, location)
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        names = {name for call in sharding.model_spec.experts_calls for name in call.params}
+
+        def distribute(param_sharding: ParamSharding) -> ParamSharding:
+            if names.isdisjoint(param_sharding.param.names):
+                return param_sharding
+            return param_sharding.sliced(self.axis, 0)
+
+        return sharding.map_param_shardings(distribute).map_param_shardings(distribute, frozen=True)
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if view.plan.mesh.size(self.axis) == 1:
+            return program
+        return program.edit(lambda actions: self._add_transfers(actions, view, job))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        view = runtime.state.plan.view
+        if view.plan.mesh.size(self.axis) > 1:
+            microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
+            for number, call in _numbered(view.model_spec.experts_calls):
+                dispatch = ExpertDispatch(runtime, self.axis, call, number, microbatches)
+                runtime.state.patches.wrap_forward(call.name, dispatch.run)
+        return {}
+
+    def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        num_samples = samples_per_microbatch(actions, view.plan, job)
+        calls = list(_numbered(view.model_spec.experts_calls))
+
+        def add(action: Action) -> Action:
+            own = [(number, call) for number, call in calls if call.block_call == action.subject]
+            if not own:
+                return action
+            if action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
+                return action.with_inner_transfers(
+                    [
+                        each
+                        for number, call in own
+                        for each in self._traffic(call, number, action, view, job, num_samples).forward()
+                    ]
+                )
+            if not runs_input_backward(action, view.plan):
+                return action
+            return action.with_inner_transfers(
+                [
+                    each
+                    for number, call in reversed(own)
+                    for each in self._traffic(call, number, action, view, job, num_samples).backward()
+                ]
+            )
+
+        return [add(action) for action in actions]
+
+    def _traffic(
+        self, call: ExpertsCall, number: int, action: Action, view: RankView, job: Job, num_samples: int
+    ) -> "_Traffic":
+        num_ranks, index = view.plan.mesh.size(self.axis), view.coordinate[self.axis]
+        share = view.work_share.token_fraction(call.block_call, call.name)
+        num_tokens = int(call.num_tokens * share) * num_samples
+        sent, received = expected_rows(call, num_tokens, num_ranks, index)
+        names = count_names(call, number, action.microbatch)
+        limits = num_tokens * min(call.top_k, num_ranks - 1), num_tokens * (num_ranks - 1)
+        return _Traffic(
+            view.plan.mesh,
+            self.axis,
+            call,
+            (names[0], sent, limits[0]),
+            (names[1], received, limits[1]),
+            job.precision.compute,
+            _position(call, view),
+        )
+
+
+def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:
+    """Yields each call with its number within its block call."""
+    seen: dict[str, int] = {}
+    for call in calls:
+        seen[call.block_call] = seen.get(call.block_call, -1) + 1
+        yield seen[call.block_call], call
+
+
+def _position(call: ExpertsCall, view: RankView) -> float:
+    """Returns the position of the call among the collectives of sharded layers in its block."""
+    before = [
+        at
+        for at, layer in enumerate(view.model_spec.layer_calls)
+        if layer.block_call == call.block_call and layer.name in call.prior_layers
+    ]
+    return max(before, default=-1) + 0.5
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """The collectives of one call; `sent` and `received` are each a count, its rows expected, and at most."""
+
+    mesh: Mesh
+    axis: str
+    call: ExpertsCall
+    sent: tuple[str, int, int]
+    received: tuple[str, int, int]
+    dtype: str
+    position: float
+
+    def forward(self) -> Iterator[Transfer]:
+        """Yields the counts, the rows with index and weight of their experts, and the sums."""
+        nbytes = COUNT_NBYTES * self.mesh.size(self.axis)
+        yield Transfer("all_to_all", (self.axis,), nbytes, dtype=COUNT_DTYPE, position=self.position)
+        yield self._rows(self.sent, self.call.top_k, INDEX_DTYPE, self.position)
+        yield self._rows(self.sent, self.call.hidden_size, self.dtype, self.position)
+        yield self._rows(self.sent, self.call.top_k, weights_dtype(self.dtype), self.position)
+        yield self._rows(self.received, self.call.hidden_size, self.dtype, self.position)
+
+    def backward(self) -> Iterator[Transfer]:
+        """Yields the gradients of the sums, and those of rows and weights."""
+        yield self._rows(self.sent, self.call.hidden_size, self.dtype, -self.position)
+        if self.call.input_needs_grad:
+            yield self._rows(self.received, self.call.hidden_size, self.dtype, -self.position)
+        if self.call.weights_need_grad:
+            yield self._rows(self.received, self.call.top_k, weights_dtype(self.dtype), -self.position)
+
+    def _rows(self, rows: tuple[str, int, int], width: int, dtype: str, position: float) -> Transfer:
+        name, expected, limit = rows
+        size = RuntimeSize(name, width * DTYPE_NBYTES[dtype], expected, limit)
+        return Transfer(
+            "all_to_all_v", (self.axis,), size.expected, dtype=dtype, position=position, runtime_size=size
+        )

@@ -1,0 +1,73 @@
+"""Routes: rows arrive where a table sends them, and the adjoint brings gradients back."""
+
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import run_on_threads
+
+NUM_ROWS = torch.tensor([[0, 2, 1], [0, 0, 3], [4, 0, 0]])
+
+
+def route_of(world: World) -> Route:
+    group = world.group(["ep"])
+    return Route.exchange(group, NUM_ROWS[group.index].clone(), "DISPATCH")
+
+
+def test_ranks_tell_each_other_how_many_rows_come():
+    routes = run_on_threads(route_of, Mesh(ep=3))
+    for rank, route in enumerate(routes):
+        assert route.input_splits == tuple(NUM_ROWS[rank].tolist())
+        assert route.output_splits == tuple(NUM_ROWS[:, rank].tolist())
+        assert route.adjoint.adjoint == route
+
+
+def there_and_back(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank has sent, and what comes back of it, with the ranks that it has seen added up."""
+    route = route_of(world)
+    sent = torch.arange(float(sum(route.input_splits))).unsqueeze(1) + 10 * world.rank
+    (arrived,) = send_rows(route, lambda: "DISPATCH", sent)
+    (returned,) = send_rows(route.adjoint, lambda: "COMBINE", arrived + 0.5)
+    return sent, returned
+
+
+def test_the_adjoint_brings_every_row_home():
+    for sent, returned in run_on_threads(there_and_back, Mesh(ep=3)):
+        assert torch.equal(returned, sent + 0.5)
+
+
+def gradients(world: World) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """The gradients of two tensors whose rows are weighted by the rank on which they arrive."""
+    world.ledger.is_recording = True
+    route = route_of(world)
+    rows = torch.ones(sum(route.input_splits), 2, requires_grad=True)
+    weights = torch.ones(sum(route.input_splits), requires_grad=True)
+    fixed = torch.ones(sum(route.input_splits), 3)
+    here = float(world.rank + 1)
+    one, two, _ = send_rows(route, lambda: "DISPATCH", rows, weights, fixed)
+    (here * one.sum() + 10 * here * two.sum()).backward()
+    actions = [entry.collective for entry in world.ledger.entries]
+    return rows.grad, weights.grad, actions
+
+
+def test_gradients_come_back_also_through_ranks_without_rows():
+    for rank, (rows, weights, issued) in enumerate(run_on_threads(gradients, Mesh(ep=3))):
+        arrived_on = torch.arange(1.0, 4.0).repeat_interleave(NUM_ROWS[rank])
+        assert torch.equal(rows, arrived_on.unsqueeze(1).expand(-1, 2))
+        assert torch.equal(weights, 10 * arrived_on)
+        assert issued == ["all_to_all", *["all_to_all_v"] * 5]  # that of `fixed` does not come back
+
+
+def second_gradients(world: World) -> torch.Tensor:
+    """The gradient of the squared gradient of the squares of the rows that arrive."""
+    route = route_of(world)
+    rows = torch.full((sum(route.input_splits), 1), 3.0, requires_grad=True)
+    (arrived,) = send_rows(route, lambda: "DISPATCH", rows)
+    (first,) = torch.autograd.grad((arrived**3).sum(), rows, create_graph=True)
+    return torch.autograd.grad(first.sum(), rows)[0]
+
+
+def test_gradients_have_gradients():
+    for found in run_on_threads(second_gradients, Mesh(ep=3)):
+        assert torch.equal(found, torch.full_like(found, 18.0))

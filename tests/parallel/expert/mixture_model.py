@@ -1,0 +1,65 @@
+"""Small mixtures of experts of transformers, batches for them, and a router that ignores its input."""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import meshwright as mw
+
+VOCABULARY, TOKENS = 80, 7
+SIZES = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+
+
+def mixtral(num_experts: int = 5, choice: Sequence[int] = ()) -> nn.Module:
+    """A Mixtral of which each token chooses 2 experts: those of `choice`, if it is given."""
+    config = transformers.MixtralConfig(
+        **SIZES, num_local_experts=num_experts, num_experts_per_tok=2, attn_implementation="sdpa"
+    )
+    model = transformers.MixtralForCausalLM(config)
+    for layer in model.model.layers if choice else ():
+        layer.mlp.gate.forward = partial(_fixed_choice, layer.mlp.gate, tuple(choice))
+    return model
+
+
+def _fixed_choice(router: Any, choice: tuple[int, ...], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    weights = logits[:, list(choice)].softmax(-1)
+    index = torch.tensor(choice, device=hidden.device).expand(len(weights), -1)
+    return logits, weights, index
+
+
+@cache
+def analyzed_mixtral(num_experts: int = 5, choice: tuple[int, ...] = ()) -> mw.AnalyzedModel:
+    """The analysis of `mixtral(num_experts, choice)`."""
+    return mw.analyze(partial(mixtral, num_experts, choice), batch_of(4))
+
+
+def batch_of(num_samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tokens with labels, of which some do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (num_samples, TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[1::3, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def sgd_job(batch: int = 12, **train: object) -> mw.Job:
+    """A job with SGD."""
+    return mw.Job(
+        train=mw.TrainConfig(steps=2, batch=batch, **train),
+        optimizer=mw.OptimizerConfig(name="sgd", lr=0.1),
+    )
+
+
+def expert_strategies(*more: mw.Strategy) -> tuple[mw.Strategy, ...]:
+    """Expert parallelism with DDP along dp_shard, and `more`."""
+    splits = (mw.BatchSplit(axis="ep"), mw.BatchSplit(axis="dp_shard"))
+    stores = any(isinstance(each, (mw.DDP, mw.NaiveDDP, mw.ZeRO)) for each in more)
+    return (mw.ExpertParallel(), *splits, *more, *(() if stores else (mw.DDP(axis="dp_shard"),)))

@@ -1,0 +1,205 @@
+"""expert_parallel: a mixture of experts on several ranks equals one device, and sends what its law says."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.comm.collectives.group import World
+from meshwright.plan.job.errors import PlanError
+from meshwright.testing.ranks import ProcessPool, run_on_threads
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
+from tests.parallel.expert.mixture_model import (
+    TOKENS,
+    analyzed_mixtral,
+    batch_of,
+    expert_strategies,
+    sgd_job,
+)
+from tests.tiny_model import analyzed_model
+
+BATCHES = [batch_of(12), batch_of(12, 1)]
+PLANS = {
+    "uneven, 2 microbatches": (mw.Mesh(ep=3), expert_strategies(), 2),
+    "zero 3, recomputed": (
+        mw.Mesh(dp_shard=3, ep=2),
+        expert_strategies(mw.ZeRO(stage=3), mw.ActivationCheckpointing()),
+        1,
+    ),
+    "hsdp": (
+        mw.Mesh(dp_replicate=2, dp_shard=2, ep=3),
+        expert_strategies(mw.BatchSplit(), mw.ZeRO(stage=2, replicate_axis="dp_replicate")),
+        0,
+    ),
+    "tp": (mw.Mesh(ep=3, tp=2), None, 0),
+    "cp": (mw.Mesh(ep=2, cp=3), None, 0),
+    "1f1b": (mw.Mesh(pp=2, ep=3), None, 2),
+    "zb_v": (mw.Mesh(pp=2, ep=2), expert_strategies(mw.Pipeline(schedule="zb_v")), 2),
+    "naive ddp": (mw.Mesh(dp_shard=2, ep=2), expert_strategies(mw.NaiveDDP(axis="dp_shard")), 0),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_equals_one_device(name: str):
+    mesh, strategies, micro_batch = PLANS[name]
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(clip=0.5), mesh, strategies, micro_batch)
+    verdict = mw.verify(analyzed, plan, BATCHES)
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("choice", [(0, 1), (4, 0)], ids=str)
+def test_ranks_whose_experts_nobody_chooses_take_part(choice: tuple[int, int]):
+    analyzed = analyzed_mixtral(5, choice)
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies(), 2)
+    verdict = mw.verify(analyzed, plan, BATCHES)
+    assert verdict.passed, str(verdict)
+
+
+def test_a_rank_has_its_experts_alone():
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies())
+
+    def body(world: World) -> tuple[int, ...]:
+        with mw.parallelize(analyzed, plan, world=world) as trainer:
+            trainer.step(trainer.local_batch(BATCHES[0]))
+            experts = trainer.executor.state.trained_module.parameters["model.layers.0.mlp.experts.down_proj"]
+            return tuple(experts.shape)
+
+    assert run_on_threads(body, plan.mesh) == [(2, 16, 12), (2, 16, 12), (1, 16, 12)]
+
+
+def rows_of_step(
+    world: World, analyzed: mw.AnalyzedModel, plan: mw.Plan
+) -> tuple[list[torch.Tensor], dict[str, int], Counter[str]]:
+    """The choices of this rank's tokens by layer, the counts of its ledger, and the bytes that it sent."""
+    chosen: list[torch.Tensor] = []
+    with mw.parallelize(analyzed, plan, world=world) as trainer:
+        module = trainer.executor.state.trained_module.module
+        for layer in module.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+        world.ledger.is_recording = True
+        trainer.step(trainer.local_batch(BATCHES[0]))
+        sent = Counter[str]()
+        for entry in world.ledger.entries:
+            if entry.axes == ("ep",) and entry.action[0] in "FB":
+                sent[entry.action[0]] += int(entry.sent_nbytes)
+        return chosen, dict(world.ledger.counts), sent
+
+
+def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its():
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies())
+    found = run_on_threads(lambda world: rows_of_step(world, analyzed, plan), plan.mesh)
+    rank_of = [0, 0, 1, 1, 2]
+    moved = Counter[tuple[int, int, int]]()  # layer, from, to
+    for rank, (chosen, _, _) in enumerate(found):
+        for layer, index in enumerate(chosen):
+            for experts in index.tolist():
+                moved.update((layer, rank, other) for other in {rank_of[each] for each in experts} - {rank})
+    assert {len(chosen) for chosen, _, _ in found} == {2}
+    row, choice = 16 * 4, 2 * 4
+    for rank, (_, counts, sent) in enumerate(found):
+        away = sum(number for (_, source, _), number in moved.items() if source == rank)
+        here = sum(number for (_, _, target), number in moved.items() if target == rank)
+        assert sum(number for name, number in counts.items() if name.startswith("rows to")) == away
+        assert sum(number for name, number in counts.items() if name.startswith("rows from")) == here
+        assert sent["F"] == 2 * 2 * 8 + away * (row + 2 * choice) + here * row
+        assert sent["B"] == away * row + here * (row + choice)
+
+
+def test_the_plan_states_the_rows_of_even_choices():
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mw.Mesh(ep=3), expert_strategies())
+    tokens = 4 * TOKENS
+    reached = [1 - 3 / 10, 1 - 3 / 10, 1 - 6 / 10]  # two of five experts, chosen without these two, or this
+    for rank in range(3):
+        transfers = [
+            each for action in plan.for_rank(rank).actions if action.kind == "F" for each in action.transfers
+        ]
+        sizes = {each.runtime_size for each in transfers if each.runtime_size is not None}
+        others = sum(share for other, share in enumerate(reached) if other != rank)
+        to_experts = {size.expected_rows for size in sizes if size.count.startswith("rows to")}
+        from_tokens = {size.expected_rows for size in sizes if size.count.startswith("rows from")}
+        assert (to_experts, from_tokens) == ({round(tokens * others)}, {round(tokens * 2 * reached[rank])})
+        assert {size.max_rows for size in sizes} == {2 * tokens}
+
+
+@pytest.mark.parametrize("mesh", [mw.Mesh(ep=3, tp=2), mw.Mesh(dp_shard=2, ep=2, cp=3)], ids=str)
+def test_a_trace_on_fake_tensors_issues_what_the_plan_states(mesh: mw.Mesh):
+    analyzed = analyzed_mixtral()
+    assert mw.trace(analyzed, mw.make_plan(analyzed, sgd_job(), mesh)).passed
+
+
+def test_a_plan_that_leaves_the_way_back_out_is_found():
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=2), expert_strategies())
+    program = plan.program.edit(
+        lambda actions: [
+            replace(action, inner_transfers=action.inner_transfers[: -1 if action.kind == "F" else None])
+            for action in actions
+        ]
+    )
+    assert not mw.trace(analyzed, replace(plan, program=program)).passed
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"),
+    [
+        (mw.Mesh(ep=3), mw.Mesh(ep=2, dp_shard=2)),
+        (mw.Mesh(ep=2, tp=2), mw.Mesh(dp_shard=3)),
+        (mw.Mesh(dp_replicate=2), mw.Mesh(ep=3)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_loaded_on_other_ranks(saved: mw.Mesh, taken: mw.Mesh, tmp_path: Path):
+    analyzed = analyzed_mixtral()
+    job = mw.Job(train=mw.TrainConfig(steps=4, batch=12))
+    plans = [mw.make_plan(analyzed, job, each) for each in (saved, taken)]
+    loads_under_other_plan(analyzed, *plans, tmp_path)
+
+
+def losses_on(world: World, mesh: mw.Mesh) -> list[float]:
+    """The losses of two steps."""
+    torch.set_num_threads(1)
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(), mesh)
+    with mw.parallelize(analyzed, plan, world=world) as trainer:
+        return [trainer.step(trainer.local_batch(batch)).loss for batch in BATCHES]
+
+
+def test_processes_compute_the_losses_of_one_device(process_pool: ProcessPool):
+    (alone,) = run_on_threads(lambda world: losses_on(world, mw.Mesh()), mw.Mesh())
+    for losses in process_pool.run(losses_on, mw.Mesh(ep=3), mw.Mesh(ep=3)):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def refusal(analyzed: mw.AnalyzedModel, job: mw.Job, mesh: mw.Mesh, *strategies: mw.Strategy) -> str:
+    with pytest.raises(PlanError) as caught:
+        mw.make_plan(analyzed, job, mesh, strategies or None)
+    return str(caught.value)
+
+
+def test_all_faults_are_told_at_once():
+    job = sgd_job(batch=12, noise_scale=True)
+    text = refusal(analyzed_mixtral(2), job, mw.Mesh(ep=3))
+    assert "3 ranks along ep, and a layer has 2 experts" in text
+    assert "set mesh.ep to at most 2" in text
+    assert "the noise scale compares gradients of ranks" in text
+
+
+def test_what_experts_cannot_be_combined_with_is_refused_by_name():
+    analyzed, master = analyzed_mixtral(), mw.DataParallelMaster(axis="dp_replicate")
+    split = (mw.BatchSplit(axis="ep"), mw.BatchSplit())
+    text = refusal(analyzed, sgd_job(), mw.Mesh(ep=2, dp_replicate=2), mw.ExpertParallel(), *split, master)
+    assert "with data_parallel_master one rank steps for all others" in text
+    text = refusal(analyzed, sgd_job(), mw.Mesh(ep=2), mw.ExpertParallel())
+    assert 'add [[strategies]] name = "batch_split", axis = "ep"' in text
+
+
+def test_a_model_without_experts_is_refused():
+    text = refusal(analyzed_model(), sgd_job(), mw.Mesh(ep=2))
+    assert "no module of this model is called as experts are" in text
+    assert "set mesh.ep = 1" in text
