@@ -25,8 +25,9 @@ from meshwright.engine.forward_backward.block_redistributions import BlockCollec
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.rank_state import Operand, RankState
-from meshwright.engine.step import action_handlers, executor
+from meshwright.engine.step import executor
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.context.ring import RingAttention
@@ -240,40 +241,29 @@ def overlap_on_another_stream() -> AbstractContextManager[object]:
 
 
 def copy_batch_without_wait() -> AbstractContextManager[object]:
-    """Copies the batch to the device on another stream, which nobody waits for."""
+    """Lets no stream wait for the copy of the batch to the device."""
+    copy = DeviceCopies.to_device
 
-    def elsewhere(microbatches: Any, device: torch.device) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            return [
-                {key: value.pin_memory().to(device, non_blocking=True) for key, value in each.items()}
-                for each in microbatches
-            ]
+    def without_wait(copies: DeviceCopies, tensors: Any) -> Any:
+        compute = torch.Stream(DEVICE)  # waits in place of the current stream
+        with patch.object(torch.accelerator, "current_stream", lambda device=None: compute):
+            return copy(copies, tensors)
 
-    return patch.object(action_handlers, "copy_to_device", elsewhere)
+    return patch.object(DeviceCopies, "to_device", without_wait)
 
 
-def prefetch_into_freed_batch() -> AbstractContextManager[object]:
-    """Copies the next batch on a stream of its own while the step still uses the last one, and frees that."""
-    copy, step = action_handlers.copy_to_device, ActionHandlers.step
-    streams: list[torch.cuda.Stream] = []
-
-    def on_own_stream(microbatches: Any, device: torch.device) -> Any:
-        streams[:] = streams or [torch.cuda.Stream(device)]
-        with torch.cuda.stream(streams[0]):
-            copied = copy(microbatches, device)
-        torch.cuda.current_stream(device).wait_stream(streams[0])
-        return copied  # without record_stream
+def copy_into_a_freed_batch() -> AbstractContextManager[object]:
+    """Frees a batch while the step still uses it, for the allocator does not know that it does."""
+    step = ActionHandlers.step
 
     def prefetches(handlers: ActionHandlers, action: Any) -> None:
-        state = handlers._state
-        state.step.free()
-        with torch.cuda.stream(streams[0]):
-            torch.zeros(8, device=state.world.device)
+        handlers._state.step.free()
+        handlers._state.copies.to_device([torch.zeros(8, dtype=torch.int64)])  # of the next batch
         step(handlers, action)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(action_handlers, "copy_to_device", on_own_stream))
     stack.enter_context(patch.object(ActionHandlers, "step", prefetches))
+    stack.enter_context(drop_record_stream())
     return stack
 
 
@@ -439,7 +429,7 @@ PLANTED = (
     PlantedRace(
         "data: the next batch is copied into the memory of the last one, without record_stream",
         ALONE_PLAN,
-        prefetch_into_freed_batch,
+        copy_into_a_freed_batch,
         ("freed", "embedding_dense_backward"),
     ),
     PlantedRace(
