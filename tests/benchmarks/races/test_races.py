@@ -27,7 +27,7 @@ def test_all_planted_races_are_found():
 
 
 def test_random_plans_have_no_race():
-    rows = check_in_subprocess(plans=range(1000, 1020))  # beyond those of the stored result
+    rows = check_in_subprocess(plans=range(1000, 1020))  # beyond those of the result
     assert [row for row in rows if row["races"]] == []
     assert sum(row["outcome"] == "checked" for row in rows) > 12
 
