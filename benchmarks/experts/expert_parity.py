@@ -17,9 +17,10 @@ miss; its message stands in the result.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import transformers
@@ -45,55 +46,38 @@ CLAIM = (
     "ranks in uneven numbers, equal one device to 1e-10 in float64: alone, with DDP, ZeRO-1, 2 and 3, HSDP, "
     "tensor, context and pipeline parallelism, recomputation and 3 microbatches"
 )
-SIZES = {
+SIZES: Mapping[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-INNER = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
-FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
-    "Mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)
+HEADS: Mapping[str, Any] = {**SIZES, "head_dim": 6}
+INNER: Mapping[str, Any] = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
+LATENT: Mapping[str, Any] = {
+    **{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    **{"q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 6, "v_head_dim": 6},
+}
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Mixtral": ("Mixtral", {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "Qwen2-MoE": ("Qwen2Moe", {**HEADS, **INNER, "num_experts": 5, "shared_expert_intermediate_size": 16}),
+    "Qwen3-MoE": ("Qwen3Moe", {**HEADS, **INNER, "num_experts": 5}),
+    "OLMoE": ("Olmoe", {**SIZES, "num_experts": 5, "num_experts_per_tok": 3}),
+    "DeepSeek-V3": (
+        "DeepseekV3",
+        {**LATENT, **INNER, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1},
     ),
-    "Qwen2-MoE": lambda: transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(**SIZES, **INNER, num_experts=5, shared_expert_intermediate_size=16)
+    "gpt-oss": ("GptOss", {**HEADS, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "GLM-4-MoE": (
+        "Glm4Moe",
+        {**HEADS, **INNER, "n_routed_experts": 5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
-    "Qwen3-MoE": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**SIZES, **INNER, num_experts=5)
-    ),
-    "OLMoE": lambda: transformers.OlmoeForCausalLM(
-        transformers.OlmoeConfig(
-            **{key: value for key, value in SIZES.items() if key != "head_dim"},
-            num_experts=5,
-            num_experts_per_tok=3,
-        )
-    ),
-    "DeepSeek-V3": lambda: transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            **{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3},
-            **INNER,
-            **{"q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 6},
-            **{"v_head_dim": 6, "n_routed_experts": 6, "n_group": 3, "topk_group": 2},
-            first_k_dense_replace=1,
-        )
-    ),
-    "gpt-oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=5)
-    ),
-    "GLM-4-MoE": lambda: transformers.Glm4MoeForCausalLM(
-        transformers.Glm4MoeConfig(
-            **SIZES, **INNER, n_routed_experts=5, n_group=1, topk_group=1, first_k_dense_replace=1
-        )
-    ),
-    "Ernie 4.5 MoE": lambda: transformers.Ernie4_5_MoeForCausalLM(
-        transformers.Ernie4_5_MoeConfig(
-            **{key: value for key, value in SIZES.items() if key != "head_dim"},
-            moe_intermediate_size=12,
-            moe_num_experts=5,
-            moe_k=2,
-            moe_num_shared_experts=1,
-            moe_layer_start_index=1,
-        )
+    "Ernie 4.5 MoE": (
+        "Ernie4_5_Moe",
+        {
+            **SIZES,
+            **{"moe_intermediate_size": 12, "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1},
+            "moe_layer_start_index": 1,
+        },
     ),
 }
 EXPERTS = (ExpertParallel(), BatchSplit("ep"), BatchSplit("dp_shard"))
@@ -142,7 +126,12 @@ def batch(seed: int = 0) -> dict[str, torch.Tensor]:
 @cache
 def analyzed_family(family: str) -> AnalyzedModel:
     """Returns the analysis of a family's model."""
-    return analyze(FAMILIES[family], batch())
+    return analyze(partial(_build, *FAMILIES[family]), batch())
+
+
+def _build(architecture: str, fields: Mapping[str, Any]) -> nn.Module:
+    kind = getattr(transformers, f"{architecture}ForCausalLM")
+    return kind(kind.config_class(**fields))
 
 
 def run(family: str, plan: str) -> Row:

@@ -7,7 +7,7 @@ steps. Tokens are random: bytes of text make routers choose alike.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def peer(rank: int, size: int, store: str) -> Step:
     torch.set_num_threads(1)
     folder = Path(f"{store}.model")  # beside the store of this group
     if rank == 0:
-        model().save_pretrained(folder)
+        cast(Any, model()).save_pretrained(folder)
     dist.barrier()
     config = DistributedConfig(fsdp_size=size, ep_size=size, ep_implementation="all_to_all")
     sharded = transformers.MixtralForCausalLM.from_pretrained(folder, distributed_config=config)

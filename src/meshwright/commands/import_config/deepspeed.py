@@ -174,7 +174,12 @@ RULES: dict[str, Rule] = {
     **refused("sparse attention is not there", "use a model whose attention is sparse", "sparse_attention"),
     **refused("layers are not dropped", "leave it out", "progressive_layer_drop"),
     **refused("the sequence length is fixed", "set data.sequence", "curriculum_learning", "data_efficiency"),
-    **refused("experts are not distributed", "leave it out", "use_data_before_expert_parallelism", "moe"),
+    **refused(
+        "experts have an axis of their own",
+        "leave it out, and set mesh.ep",
+        "use_data_before_expert_parallelism",
+        "moe",
+    ),
     **refused("the batch is fixed", "set train.batch", "elasticity"),
     **refused(
         "compression is not there",

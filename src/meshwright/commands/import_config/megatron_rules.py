@@ -6,7 +6,7 @@ KERNELS = "a kernel or a fusion: the same results but for rounding"
 OVERLAP = "how communication overlaps; here it always does, and results are the same"
 LAUNCHER = "a setting of the launcher: torchrun and `meshwright launch` start the ranks"
 CHECKPOINT = "the format of Megatron's checkpoints; those here reshard between any two plans"
-EXPERTS = "mixture-of-experts models are built by transformers, and experts are not distributed"
+EXPERTS = "mixture-of-experts models are built by transformers"
 OFFLOAD = "offload is not there", "shard more: --use-distributed-optimizer, more ranks, full recomputation"
 DATA = (
     "Megatron's .bin and .idx files are not read",
@@ -261,9 +261,18 @@ OTHER_RULES: dict[str, Rule] = {
     **refused("arguments in another file are not followed", "import that file, or copy them", "yaml-cfg"),
     **refused("nothing is evaluated without training", "`meshwright verify` or a script", "skip-train"),
     **refused(
+        "experts have an axis of their own",
+        "set mesh.ep to it, and divide mesh.dp_shard or mesh.dp_replicate by it",
+        "expert-model-parallel-size",
+        harmless=(1,),
+    ),
+    **refused(
+        "matrices of experts are not sharded", "leave it out", "expert-tensor-parallel-size", harmless=(1,)
+    ),
+    **refused(
         EXPERTS,
         "name a transformers model with experts: --model SOURCE",
-        *("expert-model-parallel-size", "expert-tensor-parallel-size", "moe-router-topk", "num-experts"),
+        *("moe-router-topk", "num-experts"),
         *("moe-ffn-hidden-size", "moe-layer-freq", "moe-shared-expert-intermediate-size"),
         *("moe-router-load-balancing-type", "moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-input-jitter-eps"),
         *(

@@ -31,7 +31,7 @@ SCHEDULES = {
 }
 P, T, C, A = "parallelism.", "training.", "checkpoint.", "activation_checkpoint."
 FLOAT8 = "float8 products are not there", 'precision.compute = "bfloat16"'
-EXPERTS = "experts are not distributed", "leave it out; experts run on every rank that has their layer"
+EXPERTS = "experts have an axis of their own", "set mesh.ep to it, and divide mesh.dp_shard by it"
 OTHER_FORMAT = "torch DCP checkpoints are not read", "convert to safetensors, and set model.weights"
 MODEL_TEXT = "torchtitan's models are its own", "name a transformers model: --model SOURCE"
 DATA_TEXT = "torchtitan's datasets are its own code", "name the data: --data SOURCE, with data.format"
@@ -162,7 +162,13 @@ RULES: dict[str, Rule] = {
         ),
         *("quantize", "float8", "mx"),
     ),
-    **refused(*EXPERTS, f"{P}expert_parallel_degree", f"{P}expert_tensor_parallel_degree", harmless=(1,)),
+    **refused(*EXPERTS, f"{P}expert_parallel_degree", harmless=(1,)),
+    **refused(
+        "matrices of experts are not sharded",
+        "leave it out",
+        f"{P}expert_tensor_parallel_degree",
+        harmless=(1,),
+    ),
     **refused(
         "stages have equal cost, whatever the number of their layers",
         "leave it out, or set split_points of pipeline",
