@@ -84,6 +84,7 @@ def cuda_streams() -> Iterator[None]:
             default_stream=lambda device=None: torch.Stream(stream_id=0, device_index=0, device_type=1),
             synchronize=synchronize,
             current_device=lambda: 0,
+            get_device_capability=lambda device=None: (8, 0),
             set_device=lambda device: None,
             _lazy_init=lambda: None,
         ),

@@ -241,32 +241,29 @@ def overlap_on_another_stream() -> AbstractContextManager[object]:
 
 
 def copy_batch_without_wait() -> AbstractContextManager[object]:
-    """Copies the batch to the device on another stream, which nobody waits for."""
+    """Lets no stream wait for the copy of the batch to the device."""
+    copy = DeviceCopies.to_device
 
-    def elsewhere(copies: DeviceCopies, microbatches: Any) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-            return [
-                {key: value.pin_memory().to(DEVICE, non_blocking=True) for key, value in each.items()}
-                for each in microbatches
-            ]
+    def without_wait(copies: DeviceCopies, tensors: Any) -> Any:
+        compute = torch.Stream(DEVICE)  # waits in place of the current stream
+        with patch.object(torch.accelerator, "current_stream", lambda device=None: compute):
+            return copy(copies, tensors)
 
-    return patch.object(DeviceCopies, "batches_to_device", elsewhere)
+    return patch.object(DeviceCopies, "to_device", without_wait)
 
 
-def prefetch_into_freed_batch() -> AbstractContextManager[object]:
-    """Copies the next batch while the step still uses the last one, which is freed and was not recorded."""
+def copy_into_a_freed_batch() -> AbstractContextManager[object]:
+    """Frees a batch while the step still uses it, for the allocator does not know that it does."""
     step = ActionHandlers.step
 
     def prefetches(handlers: ActionHandlers, action: Any) -> None:
-        state = handlers._state
-        state.step.free()
-        with torch.cuda.stream(state.copies._stream):
-            torch.zeros(8, device=state.world.device)
+        handlers._state.step.free()
+        handlers._state.copies.to_device([torch.zeros(8, dtype=torch.int64)])  # of the next batch
         step(handlers, action)
 
     stack = ExitStack()
-    stack.enter_context(drop_record_stream())
     stack.enter_context(patch.object(ActionHandlers, "step", prefetches))
+    stack.enter_context(drop_record_stream())
     return stack
 
 
@@ -432,7 +429,7 @@ PLANTED = (
     PlantedRace(
         "data: the next batch is copied into the memory of the last one, without record_stream",
         ALONE_PLAN,
-        prefetch_into_freed_batch,
+        copy_into_a_freed_batch,
         ("freed", "embedding_dense_backward"),
     ),
     PlantedRace(

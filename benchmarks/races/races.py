@@ -41,7 +41,7 @@ CLAIM = (
 )
 NUM_PLANS = 500  # that are made; refused ones do not count
 NUM_DRAWN = 580  # of which more than 500 are made
-PER_PROCESS = 10  # plans that one process checks
+PER_PROCESS = 20  # cases that one process checks: it analyzes each model once
 
 Row = dict[str, Any]
 
@@ -96,10 +96,10 @@ def result(rows: Sequence[Row]) -> Result:
 
 def _missing_rows(found: dict[str, Row]) -> Iterator[tuple[Sequence[str], Sequence[int]]]:
     """Yields what one process checks at a time, of what is not stored."""
-    yield from (((each.name,), ()) for each in PLANTED if each.name not in found)
+    names = [each.name for each in PLANTED if each.name not in found]
     numbers = [number for number in range(NUM_DRAWN) if f"plan {number}" not in found]
-    chunks = (numbers[first : first + PER_PROCESS] for first in range(0, len(numbers), PER_PROCESS))
-    yield from (((), chunk) for chunk in chunks)
+    yield from (((), numbers[first : first + PER_PROCESS]) for first in range(0, len(numbers), PER_PROCESS))
+    yield from ((names[first : first + PER_PROCESS], ()) for first in range(0, len(names), PER_PROCESS))
 
 
 def main() -> None:
@@ -107,6 +107,7 @@ def main() -> None:
     parser = ArgumentParser(description="races between streams")
     parser.add_argument("--only", type=int, default=-1, help="the number of one random plan")
     parser.add_argument("--check", action="append", help="a planted race, or the number of a random plan")
+    parser.add_argument("--processes", type=int, default=available_cores())
     options = parser.parse_args()
     if options.check:
         planted = {each.name: each for each in PLANTED}
@@ -125,7 +126,7 @@ def main() -> None:
         return
     store = CaseStore(NAME)
     found: dict[str, Row] = store.read()
-    with ThreadPoolExecutor(available_cores()) as pool:
+    with ThreadPoolExecutor(options.processes) as pool:
         for ended in as_completed([pool.submit(check_in_subprocess, *each) for each in _missing_rows(found)]):
             for row in ended.result():
                 found[row["case"]] = row

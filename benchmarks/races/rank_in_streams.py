@@ -19,6 +19,7 @@ from benchmarks.races.fake_streams import DEVICE
 from benchmarks.races.memory_accesses import Race
 from benchmarks.races.race_checker import RaceChecker
 from meshwright.comm.world import TorchWorld
+from meshwright.engine.forward_backward import evaluation
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
@@ -59,6 +60,18 @@ def train_steps(running: RankInStreams) -> None:
     """Trains `NUM_STEPS` steps."""
     for _ in range(NUM_STEPS):
         running.step()
+
+
+def train_and_evaluate(running: RankInStreams) -> None:
+    """Trains, evaluates, reads what a checkpoint and an export read, and trains on."""
+    train_steps(running)
+    if not running.state.loss.whole_batch:
+        # ranks ask each other whether any has a batch left, which numbers that are always 1 affirm for ever
+        with patch.object(evaluation, "_until_all_end", lambda batches, state: batches):
+            running.executor.evaluate([running.batch, running.batch])
+    running.executor.state_dict()
+    running.executor.gather_parameters()
+    running.step()
 
 
 def find_races(

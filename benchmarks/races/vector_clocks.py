@@ -10,8 +10,8 @@ carries it to the host.
 
 Work A of process p in epoch c comes before work B of process q exactly if q knows epoch c of p.
 
-Friedrich Mattern, Virtual Time and Global States of Distributed Systems, 1989; the epochs are those of
-FastTrack (Flanagan and Freund, PLDI 2009).
+Fidge, "Timestamps in Message-Passing Systems That Preserve the Partial Ordering", 1988; the epochs are those
+of FastTrack (Flanagan and Freund, PLDI 2009).
 """
 
 from collections.abc import Mapping
