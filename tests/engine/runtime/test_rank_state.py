@@ -1,10 +1,14 @@
 """The state of one rank during a step: parameters, buckets, and what is reset at its end."""
 
+from collections.abc import Callable
+from weakref import ref
+
 import torch
 from torch import nn
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.backends.threads import single_rank_world
+from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
@@ -61,3 +65,36 @@ def test_its_sums_are_on_the_device_of_its_rank():
     subject = TrainedModule(nn.Module(), {}, {}, ModelSpec("paper", (), (), (), ()), {})
     state = RankState(subject, single_rank_world(torch.device("meta")), token_cross_entropy())
     assert {state.step.loss_sum.device.type, state.step.grad_norm_tensor.device.type} == {"meta"}
+
+
+class Send(Work):
+    """A send that holds its tensor until it has ended."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.ended = tensor, False
+
+    def wait(self) -> None:
+        self.ended = True
+
+    def is_done(self) -> bool:
+        return self.ended
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+
+def test_a_send_that_has_ended_lets_go_of_its_tensor_at_the_next_one():
+    state = RankState(None, single_rank_world(torch.device("cpu")), None)  # type: ignore[arg-type]
+    tensors = [torch.zeros(3) for _ in range(4)]
+    alive = [ref(tensor) for tensor in tensors]
+    sends = [Send(tensor) for tensor in tensors]
+    del tensors
+    for microbatch in range(4):
+        state.issue_send(Action("SEND_GRAD", "x", microbatch), sends[microbatch])
+        sends[microbatch].ended = microbatch != 2
+    del sends
+    assert [each() is not None for each in alive] == [False, False, True, True]
+    assert state.works["SEND_GRAD(x, 0)"].is_done()
+    assert not state.works["SEND_GRAD(x, 2)"].is_done()
+    state.end_step()
+    assert not any(each() is not None for each in alive)

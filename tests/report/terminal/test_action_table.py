@@ -343,12 +343,12 @@ def test_a_row_says_what_waits_for_the_other_stream():
     ("nbytes", "message"),
     [
         (0, "0 B"),
-        (1000, "1e+03 B"),
-        (1023, "1.02e+03 B"),
+        (999, "999 B"),
+        (1023, "0.999 KiB"),
         (1024, "1 KiB"),
         (3 * 2**20, "3 MiB"),
         (2**40, "1 TiB"),
-        (2**51, "2.05e+03 TiB"),
+        (2**51, "2,048 TiB"),
     ],
 )
 def test_sizes_have_units(nbytes: int, message: str):

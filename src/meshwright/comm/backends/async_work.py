@@ -116,6 +116,10 @@ class TorchWork(Work):
             self._finish()
         self._work, self._keep, self._finish = None, (), None
 
+    def is_done(self) -> bool:
+        """Returns whether it was waited for, or the backend has completed it and nothing is left to do."""
+        return self._work is None or (self._finish is None and self._work.is_completed())
+
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the backend has completed its part."""
         if self._work is None:
@@ -138,6 +142,10 @@ class P2PWork(Work):
         self._done = True
         while self._callbacks:
             self._callbacks.pop(0)()
+
+    def is_done(self) -> bool:
+        """Returns whether it has ended."""
+        return self._done or self._work.is_done()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` in the thread that waits."""

@@ -30,6 +30,10 @@ class CompletedWork(Work):
     def wait(self) -> None:
         """Returns at once."""
 
+    def is_done(self) -> bool:
+        """Returns True."""
+        return True
+
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` at once."""
         callback()

@@ -24,6 +24,10 @@ class Work(ABC):
     def wait(self) -> None:
         """Returns when the result is in place (on a GPU: when later kernels of this stream will see it)."""
 
+    def is_done(self) -> bool:
+        """Returns whether the result is known to be in place, without waiting; False if it is not known."""
+        return False
+
     @abstractmethod
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` when the result is in place, in the thread that notices it.

@@ -255,8 +255,10 @@ class StageIO:
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=True)
             work = group.send(tensor, target=peer, action=action.name)
-            self._state.issue(action, work)
-            if action.kind == "SEND":
+            if action.kind == "SEND_GRAD":
+                self._state.issue_send(action, work)
+            else:
+                self._state.issue(action, work)
                 self._by_microbatch[microbatch].sends.setdefault(stage_value.name, []).append(work)
 
     def _receive(self, action: Action, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:

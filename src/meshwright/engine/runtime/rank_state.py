@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.grad_bucket import GradBucket
@@ -234,18 +235,21 @@ class RankState:
     spike_detector: SpikeDetector | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self._sends: dict[str, Work] = {}
         self.copies = DeviceCopies(self.world.device)
         self.step = StepState.on_device(self.world.device)
 
     def begin_step(self, number: int) -> None:
         """Begins step `number`, whatever the last one, which may have failed, has left."""
         self.works.clear()
+        self._sends.clear()
         self.step = StepState.on_device(self.world.device)
         self.step.number = number
 
     def end_step(self) -> None:
         """Frees the samples, activations and messages of the step; its numbers stay."""
         self.works.clear()
+        self._sends.clear()
         self.step.free()
 
     def operand(self, action: Action) -> Operand:
@@ -300,6 +304,14 @@ class RankState:
             case _:
                 work = group.all_reduce(output, action=action.name, algorithm=transfer.algorithm)
         self.issue(action, work)
+
+    def issue_send(self, action: Action, work: Work) -> None:
+        """Records the send of a tensor that nobody waits for; sends that have ended let go of theirs."""
+        self.issue(action, work)
+        self._sends[action.name] = work
+        for name in [name for name, send in self._sends.items() if send.is_done()]:
+            del self._sends[name]
+            self.works[name] = CompletedWork()
 
     def issue(self, action: Action, work: Work) -> None:
         """Records `work` as what `action` has started: actions that wait for the action wait for it."""

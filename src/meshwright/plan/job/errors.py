@@ -149,7 +149,7 @@ def suggest_choice(given: str, choices: Iterable[str]) -> str:
 def format_nbytes(nbytes: float) -> str:
     """Returns bytes in the unit that fits, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
+        if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
+    return f"{nbytes:.3g} TiB" if nbytes < 999.5 else f"{nbytes:,.0f} TiB"
