@@ -76,6 +76,7 @@ class Send(Work):
     def wait(self) -> None:
         self.ended = True
 
+    @property
     def is_done(self) -> bool:
         return self.ended
 
@@ -94,7 +95,7 @@ def test_a_send_that_has_ended_lets_go_of_its_tensor_at_the_next_one():
         sends[microbatch].ended = microbatch != 2
     del sends
     assert [each() is not None for each in alive] == [False, False, True, True]
-    assert state.works["SEND_GRAD(x, 0)"].is_done()
-    assert not state.works["SEND_GRAD(x, 2)"].is_done()
+    assert state.works["SEND_GRAD(x, 0)"].is_done
+    assert not state.works["SEND_GRAD(x, 2)"].is_done
     state.end_step()
     assert not any(each() is not None for each in alive)

@@ -116,8 +116,9 @@ class TorchWork(Work):
             self._finish()
         self._work, self._keep, self._finish = None, (), None
 
+    @property
     def is_done(self) -> bool:
-        """Returns whether it was waited for, or the backend has completed it and nothing is left to do."""
+        """Whether it was waited for, or the backend has completed it and nothing is left to do."""
         return self._work is None or (self._finish is None and self._work.is_completed())
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -143,9 +144,10 @@ class P2PWork(Work):
         while self._callbacks:
             self._callbacks.pop(0)()
 
+    @property
     def is_done(self) -> bool:
-        """Returns whether it has ended."""
-        return self._done or self._work.is_done()
+        """Whether it has ended."""
+        return self._done or self._work.is_done
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` in the thread that waits."""

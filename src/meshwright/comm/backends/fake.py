@@ -30,8 +30,9 @@ class CompletedWork(Work):
     def wait(self) -> None:
         """Returns at once."""
 
+    @property
     def is_done(self) -> bool:
-        """Returns True."""
+        """True."""
         return True
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:

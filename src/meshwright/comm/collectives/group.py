@@ -24,8 +24,9 @@ class Work(ABC):
     def wait(self) -> None:
         """Returns when the result is in place (on a GPU: when later kernels of this stream will see it)."""
 
+    @property
     def is_done(self) -> bool:
-        """Returns whether the result is known to be in place, without waiting; False if it is not known."""
+        """Whether the result is known to be in place, without waiting; False if it is not known."""
         return False
 
     @abstractmethod

@@ -309,7 +309,7 @@ class RankState:
         """Records the send of a tensor that nobody waits for; sends that have ended let go of theirs."""
         self.issue(action, work)
         self._sends[action.name] = work
-        for name in [name for name, send in self._sends.items() if send.is_done()]:
+        for name in [name for name, send in self._sends.items() if send.is_done]:
             del self._sends[name]
             self.works[name] = CompletedWork()
 
