@@ -15,15 +15,15 @@ Paper: none; it is the all-gather that `naive_ddp` (Li et al. 2020, arXiv 2006.1
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
+from meshwright.parallel.data.ddp import replicate_gradients
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import I
 from meshwright.plan.step.grad_dependencies import first_grad_reader, last_backward, with_grad_waits
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -44,10 +44,7 @@ class GatheredSum(Strategy):
             yield Diagnostic(text, fix, f"strategies.{self.name}.axis")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        axes = sharding.with_token_axes(self.axis)
-        return sharding.map_param_shardings(
-            lambda each: replace(each, grad_layout=each.grad_layout.with_placement(axes, I))
-        )
+        return replicate_gradients(sharding, self.axis)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._insert_sums(actions, view, job.precision.parameters))
@@ -56,9 +53,10 @@ class GatheredSum(Strategy):
         return {"GATHER_SUM": lambda action: self._sum(action, runtime)}
 
     def _insert_sums(self, actions: list[Action], view: RankView, dtype: str) -> list[Action]:
-        end, axes, sums = first_grad_reader(actions, None), view.plan.with_token_axes(self.axis), []
+        end, sums = first_grad_reader(actions, None), []
         waits = (last_backward(actions[:end]).name,)
-        for param in (each.param for each in view.param_shardings if each.param.trainable):
+        for each in (each for each in view.param_shardings if each.param.trainable):
+            axes, param = view.plan.param_sum_axes(each, self.axis), each.param
             nbytes = param.numel * FLOAT_NBYTES[dtype]
             carrier = Transfer("all_gather", axes, nbytes, dtype=dtype)
             transfer = Transfer("all_reduce", axes, nbytes, dtype=dtype, carried_by=(carrier,))

@@ -45,9 +45,9 @@ class Int8Gradients(Strategy):
         return program.edit(lambda actions: list(map(self._coded, actions)))
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
-        layout = Layout().with_placement(view.plan.with_token_axes(self.axis), P)
-        for param in view.model_spec.trainable:
-            yield StateSpec("residual", param=param.name, dtype=job.precision.reduce, layout=layout)
+        for each in (each for each in view.param_shardings if each.param.trainable):
+            layout = Layout().with_placement(view.plan.param_sum_axes(each, self.axis), P)
+            yield StateSpec("residual", param=each.param.name, dtype=job.precision.reduce, layout=layout)
 
     def tolerance(self, sharding: ShardingPlan) -> float:
         return 0.1

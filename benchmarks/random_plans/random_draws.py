@@ -237,7 +237,7 @@ def draw(seed: int, number: int) -> Draw:
     )
     if model.name in WHOLE_BATCH and Random(f"{seed}/{number}/loss").random() < 0.5:
         drawn = _with_whole_batch_loss(drawn)
-    elif model.name in ("llama", "gpt2") and Random(f"{seed}/{number}/experts").random() < 0.5:
+    elif model.name == "llama" and Random(f"{seed}/{number}/experts").random() < 0.7:
         drawn = _with_experts(Random(f"{seed}/{number}/ep"), drawn)
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)

@@ -1,8 +1,8 @@
 """Planted races are reported with both places, and runs without them have none."""
 
 import pytest
-from benchmarks.harness.fake_cuda import why_no_fake_cuda
 
+from benchmarks.harness.cuda_guard import why_no_fake_cuda
 from benchmarks.races.planted_races import PLANTED
 from benchmarks.races.races import NUM_PLANS, check_in_subprocess, result
 

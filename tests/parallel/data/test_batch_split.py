@@ -113,7 +113,7 @@ def test_activations_of_a_rank_are_one_nth(ranks: int):
 def test_samples_are_not_split_along_the_tensor_parallel_axis():
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed_model(), 2, [BatchSplit("tp")])
-    assert "strategies.batch_split.axis: axis = 'tp'; needed is 'dp_replicate' or 'dp_shard'" in str(
+    assert "strategies.batch_split.axis: axis = 'tp'; needed is 'dp_replicate', 'dp_shard' or 'ep'" in str(
         caught.value
     )
     assert "choose one of: dp_replicate, dp_shard" in str(caught.value)

@@ -43,6 +43,9 @@ from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = axes_with("samples")
 REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in axes_with("experts"))
+SAMPLE_AXIS = one_of(
+    *DATA_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}; or ep, for the strategy expert_parallel"
+)
 GRAD_SUM_AXES = (*REPLICA_AXES, *axes_with("tokens"))
 GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}")
 
@@ -53,7 +56,7 @@ class BatchSplit(Strategy):
 
     name: ClassVar[str] = "batch_split"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = field(default="dp_replicate", metadata=one_of(*DATA_AXES))
+    axis: str = field(default="dp_replicate", metadata=SAMPLE_AXIS)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if sharding.model_spec.needs_global_batch:
