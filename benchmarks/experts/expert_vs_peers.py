@@ -6,7 +6,7 @@ processes over gloo.
 
 A second loop of transformers is the twin that shows the noise.
 
-    python -m benchmarks.experts.expert_vs_peers           about five minutes
+    python -m benchmarks.experts.expert_vs_peers           about three minutes
     python -m benchmarks.experts.expert_vs_peers --quick   a few rounds; writes nothing
 """
 
@@ -27,7 +27,7 @@ CLAIM = (
     "transformers' expert parallelism, and exchanges at most 0.30 x its bytes"
 )
 RANKS, BAR, BYTES_BAR = 2, 0.9, 0.30
-WINDOW = Window(12, 40, 300, warmup=2)
+WINDOW = Window(60, 120, 360, warmup=3)
 QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 SIDES = {"transformers": peer, "ours": ours, "twin": peer}
 PRELOAD = ("torch", "transformers.models.mixtral.modeling_mixtral", "meshwright.api")
