@@ -22,13 +22,12 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,7 +46,7 @@ from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.async_copies import HostCopy
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.rank_state import RankState, TrainedModule
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -160,7 +159,7 @@ def count_reads(case: Case | GroupedHeads) -> dict[str, dict[str, int]]:
     plan, mode = case.plan(), FakeTensorMode(allow_non_fake_inputs=True)
     dtype = getattr(torch, plan.job.precision.parameters)
     analyzed = analyzed_model(case.model) if isinstance(case, Case) else case.analyzed
-    module = _on_device(make_trained_module(analyzed, DEVICE, dtype, mode), mode)
+    module = make_trained_module(analyzed, DEVICE, dtype, mode)
     counter, waits, values = ReadCounter(), Counter[str](), HostCopy.values
 
     def count_wait(copy: HostCopy) -> list[float]:
@@ -183,26 +182,6 @@ def count_reads(case: Case | GroupedHeads) -> dict[str, dict[str, int]]:
         found = {"reads": dict(counter.reads), "waits": dict(waits)}
         executor.close()
     return found
-
-
-def _on_device(trained_module: TrainedModule, mode: FakeTensorMode) -> TrainedModule:
-    """Returns the module with parameters and buffers that are fake tensors of the device."""
-    moved: dict[int, nn.Parameter] = {}
-
-    def move(parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in moved:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
-            moved[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        return moved[id(parameter)]
-
-    with mode:
-        for module in trained_module.module.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                module.register_parameter(name, move(parameter))
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE))
-        parameters = {name: move(parameter) for name, parameter in trained_module.parameters.items()}
-    return replace(trained_module, parameters=parameters)
 
 
 def result(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Result:

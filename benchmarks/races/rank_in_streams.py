@@ -6,11 +6,10 @@ the host reads are 1. A step is one of the engine: forward, backward, collective
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -21,7 +20,7 @@ from benchmarks.races.race_checker import RaceChecker
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.forward_backward import evaluation
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.rank_state import RankState, TrainedModule
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
@@ -88,7 +87,7 @@ def running_rank(analyzed: AnalyzedModel, plan: Plan, rank: int, loss: Loss) -> 
     """Yields `rank` of `plan`, ready to train, under the checker."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dtype = getattr(torch, plan.job.precision.parameters)
-    module = on_device(make_trained_module(analyzed, DEVICE, dtype, mode), mode)
+    module = make_trained_module(analyzed, DEVICE, dtype, mode)
     states: list[RankState] = []  # the state, once there is one
     checker = RaceChecker(lambda: states[0].current_action if states else "")
     with ExitStack() as stack:
@@ -110,23 +109,3 @@ def running_rank(analyzed: AnalyzedModel, plan: Plan, rank: int, loss: Loss) -> 
             for key, value in module.dummy_batch.items()
         }
         yield RankInStreams(plan, rank, executor, checker, batch)
-
-
-def on_device(trained_module: TrainedModule, mode: FakeTensorMode) -> TrainedModule:
-    """Returns the module with parameters and buffers that are fake tensors of the device."""
-    moved: dict[int, nn.Parameter] = {}
-
-    def move(parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in moved:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)
-            moved[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        return moved[id(parameter)]
-
-    with mode:
-        for module in trained_module.module.modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                module.register_parameter(name, move(parameter))
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=DEVICE))
-        parameters = {name: move(parameter) for name, parameter in trained_module.parameters.items()}
-    return replace(trained_module, parameters=parameters)

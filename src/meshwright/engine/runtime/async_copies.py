@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.device.device_streams import current_stream, record_event
 from meshwright.model.loss.loss_definition import Batch
 
 ALIGNMENT = 128  # bytes; tensors in the buffer of a copy begin at multiples of it
@@ -31,16 +32,15 @@ class HostCopy(Work):
     def __init__(self, numbers: torch.Tensor, stream: torch.Stream, after: Work | None = None) -> None:
         self._numbers, self._stream = numbers, stream  # alive until they are copied
         self._pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        self._event = torch.Event(device=numbers.device)
         with stream:
             if after is not None:
                 after.wait()
             self._pinned.copy_(numbers, non_blocking=True)
-            self._event.record(stream)
+            self._event = record_event(numbers.device)
 
     def wait(self) -> None:
         """Makes later kernels of the current stream wait for the numbers."""
-        torch.accelerator.current_stream(self._numbers.device).wait_event(self._event)
+        current_stream(self._numbers.device).wait_event(self._event)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the stream of the copy."""
@@ -73,7 +73,7 @@ class DeviceCopies:
             _view_as(pinned, begin, tensors[i]).copy_(tensors[i])
         with self._stream:
             buffer = pinned.to(self._device, non_blocking=True)
-        compute = torch.accelerator.current_stream(self._device)
+        compute = current_stream(self._device)
         compute.wait_stream(self._stream)
         buffer.record_stream(compute)  # or its memory could be given to the next copy too early
         for i, begin in zip(on_host, ends, strict=False):
@@ -101,7 +101,7 @@ class DeviceCopies:
             values = [number.item() for number in numbers]
             return lambda: values
         joined = torch.stack([number.detach().double().reshape(()) for number in numbers])
-        return HostCopy(joined, torch.accelerator.current_stream(self._device)).values
+        return HostCopy(joined, current_stream(self._device)).values
 
 
 def _view_as(buffer: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,10 @@ from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.route import Route, send_rows
 from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.strategy_interface import Runtime
 
-COUNT_DTYPE, COUNT_NBYTES = "int64", 8
-INDEX_DTYPE = "int32"
+COUNT_DTYPE, INDEX_DTYPE = "int64", "int32"
 
 
 def weights_dtype(compute: str) -> str:
@@ -50,10 +50,9 @@ def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
 
 
 def expert_ranges(num_experts: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Returns the first expert of each rank, and the one after its last."""
-    each, more = divmod(num_experts, num_ranks)
-    ends = [(rank + 1) * each + min(rank + 1, more) for rank in range(num_ranks)]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+    """Returns the first expert of each rank, and the one after its last: as their weights are sliced."""
+    split = DimSplit(0, num_experts, (num_experts,))
+    return [split.units_of(rank, num_ranks) for rank in range(num_ranks)]
 
 
 def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple[str, str]:

@@ -38,9 +38,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
-    COUNT_NBYTES,
     INDEX_DTYPE,
     ExpertDispatch,
     count_names,
@@ -50,7 +50,7 @@ from meshwright.parallel.expert.dispatch import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES, ExpertsCall
+from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
@@ -62,8 +62,6 @@ from meshwright.plan.step.single_device_program import (
     samples_per_microbatch,
 )
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
-
-DTYPE_NBYTES = {**FLOAT_NBYTES, **INTEGER_NBYTES}
 
 
 @dataclass(frozen=True)
@@ -142,47 +140,37 @@ class ExpertParallel(Strategy):
 
     def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         num_samples = samples_per_microbatch(actions, view.plan, job)
-        calls = list(_numbered(view.model_spec.experts_calls))
+        by_block_call: dict[str, list[_Traffic]] = {}
+        for number, call in _numbered(view.model_spec.experts_calls):
+            traffic = self._traffic(call, number, view, job, num_samples)
+            by_block_call.setdefault(call.block_call, []).append(traffic)
 
         def add(action: Action) -> Action:
-            own = [(number, call) for number, call in calls if call.block_call == action.subject]
-            if not own:
-                return action
+            own = by_block_call.get(action.subject, [])
             if action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
-                return action.with_inner_transfers(
-                    [
-                        each
-                        for number, call in own
-                        for each in self._traffic(call, number, action, view, job, num_samples).forward()
-                    ]
-                )
-            if not runs_input_backward(action, view.plan):
-                return action
-            return action.with_inner_transfers(
-                [
-                    each
-                    for number, call in reversed(own)
-                    for each in self._traffic(call, number, action, view, job, num_samples).backward()
-                ]
-            )
+                transfers = [each for traffic in own for each in traffic.forward(action.microbatch)]
+            elif own and runs_input_backward(action, view.plan):
+                transfers = [each for traffic in own[::-1] for each in traffic.backward(action.microbatch)]
+            else:
+                transfers = []
+            return action.with_inner_transfers(transfers)
 
-        return [add(action) for action in actions]
+        return list(map(add, actions))
 
     def _traffic(
-        self, call: ExpertsCall, number: int, action: Action, view: RankView, job: Job, num_samples: int
+        self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
         num_ranks, index = view.plan.mesh.size(self.axis), view.coordinate[self.axis]
         share = view.work_share.token_fraction(call.block_call, call.name)
         num_tokens = int(call.num_tokens * share) * num_samples
         sent, received = expected_rows(call, num_tokens, num_ranks, index)
-        names = count_names(call, number, action.microbatch)
-        limits = num_tokens * min(call.top_k, num_ranks - 1), num_tokens * (num_ranks - 1)
         return _Traffic(
             view.plan.mesh,
             self.axis,
             call,
-            (names[0], sent, limits[0]),
-            (names[1], received, limits[1]),
+            number,
+            (sent, num_tokens * min(call.top_k, num_ranks - 1)),
+            (received, num_tokens * (num_ranks - 1)),
             job.precision.compute,
             _position(call, view),
         )
@@ -208,36 +196,46 @@ def _position(call: ExpertsCall, view: RankView) -> float:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """The collectives of one call; `sent` and `received` are each a count, its rows expected, and at most."""
+    """The collectives of one call, the `number`-th in its block call, in any microbatch.
+
+    `sent` and `received` are each the rows that are expected, and the most.
+    """
 
     mesh: Mesh
     axis: str
     call: ExpertsCall
-    sent: tuple[str, int, int]
-    received: tuple[str, int, int]
+    number: int
+    sent: tuple[int, int]
+    received: tuple[int, int]
     dtype: str
     position: float
 
-    def forward(self) -> Iterator[Transfer]:
+    def forward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the counts, the rows with index and weight of their experts, and the sums."""
-        nbytes = COUNT_NBYTES * self.mesh.size(self.axis)
+        to_experts, from_tokens = count_names(self.call, self.number, microbatch)
+        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.size(self.axis)
         yield Transfer("all_to_all", (self.axis,), nbytes, dtype=COUNT_DTYPE, position=self.position)
-        yield self._rows(self.sent, self.call.top_k, INDEX_DTYPE, self.position)
-        yield self._rows(self.sent, self.call.hidden_size, self.dtype, self.position)
-        yield self._rows(self.sent, self.call.top_k, weights_dtype(self.dtype), self.position)
-        yield self._rows(self.received, self.call.hidden_size, self.dtype, self.position)
+        for width, dtype in (
+            (self.call.top_k, INDEX_DTYPE),
+            (self.call.hidden_size, self.dtype),
+            (self.call.top_k, weights_dtype(self.dtype)),
+        ):
+            yield self._rows(to_experts, self.sent, width, dtype, self.position)
+        yield self._rows(from_tokens, self.received, self.call.hidden_size, self.dtype, self.position)
 
-    def backward(self) -> Iterator[Transfer]:
+    def backward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the gradients of the sums, and those of rows and weights."""
-        yield self._rows(self.sent, self.call.hidden_size, self.dtype, -self.position)
-        if self.call.input_needs_grad:
-            yield self._rows(self.received, self.call.hidden_size, self.dtype, -self.position)
-        if self.call.weights_need_grad:
-            yield self._rows(self.received, self.call.top_k, weights_dtype(self.dtype), -self.position)
+        to_experts, from_tokens = count_names(self.call, self.number, microbatch)
+        yield self._rows(to_experts, self.sent, self.call.hidden_size, self.dtype, -self.position)
+        for is_needed, width, dtype in (
+            (self.call.input_needs_grad, self.call.hidden_size, self.dtype),
+            (self.call.weights_need_grad, self.call.top_k, weights_dtype(self.dtype)),
+        ):
+            if is_needed:
+                yield self._rows(from_tokens, self.received, width, dtype, -self.position)
 
-    def _rows(self, rows: tuple[str, int, int], width: int, dtype: str, position: float) -> Transfer:
-        name, expected, limit = rows
-        size = RuntimeSize(name, width * DTYPE_NBYTES[dtype], expected, limit)
+    def _rows(self, count: str, rows: tuple[int, int], width: int, dtype: str, position: float) -> Transfer:
+        size = RuntimeSize(count, width * DTYPE_NBYTES[dtype], *rows)
         return Transfer(
             "all_to_all_v", (self.axis,), size.expected, dtype=dtype, position=position, runtime_size=size
         )

@@ -57,7 +57,7 @@ class MeasuredNetworkTime:
             crosses_hosts = bool(ranks_per_host) and ranks[0] // ranks_per_host != ranks[-1] // ranks_per_host
             return message_seconds(self.cluster.network, message.nbytes, crosses_hosts=crosses_hosts)
         nbytes = full_nbytes(message, size)
-        if message.collective in ("shift", "all_to_all_v"):
+        if message.collective == "shift":
             # every rank sends as much as in an all-to-all of so many bytes
             nbytes = message.nbytes * size / (size - 1)
         return predict_all_reduce_s(self.cluster, BACKEND, size, nbytes, per_host) / 2
@@ -78,8 +78,6 @@ class RatedNetworkTime:
         if message.collective in POINT_TO_POINT:
             return send_seconds(self.machine, message.nbytes, stride)
         nbytes = full_nbytes(message, size)
-        if message.collective == "all_to_all_v":
-            nbytes = message.nbytes * size // (size - 1)
         times = 2 if message.collective == "all_reduce" else 1
         return times * all_gather_seconds(self.machine, nbytes, size, stride, self.machine.num_devices)
 
@@ -94,7 +92,11 @@ class UnknownNetworkTime:
 
 
 def full_nbytes(message: Transfer, num_ranks: int) -> int:
-    """Returns the bytes of the full tensor of a collective: of a gather, each rank puts in its shard."""
+    """Returns the bytes of the full tensor of a collective: of a gather, each rank puts in its shard; of an
+    uneven all-to-all, all but its own rows.
+    """
+    if message.collective == "all_to_all_v":
+        return message.nbytes * num_ranks // (num_ranks - 1)
     return message.nbytes * (num_ranks if message.collective in ("all_gather", "gather") else 1)
 
 
