@@ -57,6 +57,8 @@ def _page_of(name: str) -> str:
 
 def _page(page: str, names: list[str]) -> str:
     title, about = PAGES[page]
+    module = "meshwright.nn" if page == "layers" else "meshwright"
+    shown = {name: name.removeprefix("nn.") for name in names}
     lines = [
         f"# {title}",
         "",
@@ -65,15 +67,15 @@ def _page(page: str, names: list[str]) -> str:
         about,
         "",
         "```{eval-rst}",
-        ".. currentmodule:: meshwright",
+        f".. currentmodule:: {module}",
         "",
     ]
-    lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
-    for name in names:
+    lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {short}" for short in shown.values()), ""]
+    for name, short in shown.items():
         lines += (
-            [f".. autofunction:: {name}"]
+            [f".. autofunction:: {short}"]
             if _page_of(name) == "functions"
-            else [f".. autoclass:: {name}", "   :members:"]
+            else [f".. autoclass:: {short}", "   :members:"]
         )
         lines.append("")
     return "\n".join([*lines[:-1], "```", ""])
