@@ -17,6 +17,7 @@ from meshwright.device.local_device import (
     num_accelerators,
     own_device,
     platform_of,
+    target_platform,
     use_device,
 )
 from meshwright.device.platforms import CPU, CUDA, MPS, ROCM, XPU, Platform
@@ -30,6 +31,14 @@ def test_a_process_trains_on_the_accelerator_that_it_sees(
 ):
     fake_accelerator(monkeypatch, device_type, count=4, current=2)
     assert (local_platform(), num_accelerators(), own_device()) == (platform, 4, torch.device(device_type, 2))
+
+
+def test_a_plan_is_for_the_accelerator_that_it_names_or_for_what_this_host_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert (target_platform(""), target_platform("a laptop"), target_platform("h100")) == (CPU, CPU, CUDA)
+    fake_accelerator(monkeypatch, "xpu")
+    assert (target_platform(""), target_platform("h100")) == (XPU, CUDA)
 
 
 def test_amd_gpus_have_the_type_of_cuda_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.device.device_memory import free_and_total_nbytes
 from meshwright.device.platforms import CPU, CUDA, PLATFORMS, ROCM, XPU, Platform
+from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,13 @@ def platform_of(device: torch.device) -> Platform:
             location="environment",
         )
     return ROCM if found[0] == CUDA and torch.version.hip is not None else found[0]
+
+
+def target_platform(hardware: str) -> Platform:
+    """Returns the platform of the devices that a plan is for: of the known accelerator `hardware`, else that
+    of this process.
+    """
+    return local_platform() if find_device(hardware) is None else CUDA
 
 
 def num_accelerators() -> int:
