@@ -30,8 +30,8 @@ reduce-scatter inside a
 group, all-reduce of the shard across groups. Ranks with other tokens of the same samples are among
 the n: sums and shards cover them and the axis together.
 Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
-much again. On accelerators each parameter and shard begins at a multiple of 128 bytes (`align_bytes`): N_b and
-P count the padding.
+much again. On accelerators each parameter and shard begins at a multiple of 128 bytes (`align_bytes`): N_b
+and P count the padding.
 Limits: an optimizer that reads more than one element needs shards at its shard alignment
 (plan/sharding/flat_param.py). Stage 3 needs fast links.
 Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch
