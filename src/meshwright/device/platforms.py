@@ -21,6 +21,7 @@ class Platform:
     name torch calls a `library`; None: their ranks cannot communicate.
 
     `visible_variables` choose the devices that a process sees; the first hides all if it is empty.
+    A host has `device_file` if it has such devices and their driver ("": no file tells).
     `blocking_variables` make the host wait for each kernel, `interface_variable` names the network interface
     of the backend, and `sum_variables` make it add in the same order each time. With `can_split` a
     communicator can be split; with `can_pin_memory` copies from the host can be asynchronous. Kernels and
@@ -31,6 +32,7 @@ class Platform:
     type: str
     backend: str | None
     library: str
+    device_file: str = ""
     visible_variables: tuple[str, ...] = ()
     blocking_variables: tuple[str, ...] = ()
     interface_variable: str = ""
@@ -49,6 +51,7 @@ CUDA = Platform(
     "cuda",
     "nccl",
     "NCCL",
+    "/dev/nvidia0",
     visible_variables=("CUDA_VISIBLE_DEVICES",),
     blocking_variables=("CUDA_LAUNCH_BLOCKING",),
     interface_variable="NCCL_SOCKET_IFNAME",
@@ -60,6 +63,7 @@ ROCM = Platform(
     "cuda",
     "nccl",
     "RCCL",
+    "/dev/kfd",
     visible_variables=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     blocking_variables=("HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL", "CUDA_LAUNCH_BLOCKING"),
     interface_variable="NCCL_SOCKET_IFNAME",
