@@ -1,8 +1,8 @@
 """Forward and backward of one layer of experts: ours, transformers' experts, and DeepSpeed's layer over gloo.
 
 Each rank has `TOKENS` random tokens. The loss is the mean square of what the layer returns. The experts are
-gated MLPs with SiLU, and all sides have the same sizes. DeepSpeed's layer has a capacity of 1.25, its default:
-it drops what exceeds it; ours drops nothing.
+gated MLPs with SiLU, and all sides have the same sizes. DeepSpeed's layer has a capacity of 1.25: it drops
+what exceeds it; ours drops nothing.
 """
 
 import os

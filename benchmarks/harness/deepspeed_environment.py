@@ -1,6 +1,6 @@
-"""Runs a benchmark in an environment of its own that has DeepSpeed, because the library does not depend on it.
+"""Runs a benchmark in an environment of its own that has DeepSpeed: the library does not depend on it.
 
-The first run makes the environment in benchmarks/scratch: the packages of this one, and DeepSpeed.
+The first run makes the environment in build/deepspeed: the packages of this one, and DeepSpeed.
 """
 
 import os
@@ -28,7 +28,7 @@ def ensure_deepspeed(module: str) -> None:
 
 
 def _environment_python() -> str:
-    folder = ROOT / "benchmarks" / "scratch" / "deepspeed"
+    folder = ROOT / "build" / "deepspeed"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         venv.create(folder, with_pip=True, clear=True)
