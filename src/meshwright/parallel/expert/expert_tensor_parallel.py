@@ -15,8 +15,8 @@ before ranks sum them: T rows travel, not k T. All ranks along `tp` have the sam
     likewise; that of the second S too: a rank adds its elements of it, so each is counted once
 
     sent per rank, microbatch and call, for T tokens of D features, w bytes per element and t ranks:
-      forward  =  2 (t-1)/t  T D w              one all_reduce of the sums
-      backward =  2 (t-1)/t  T (D w + 4 k)      of the gradients of tokens and of weights of the choice
+      forward = 2 (t-1)/t T D w                 one all_reduce of the sums
+      backward = 2 (t-1)/t T (D w + 4 k)        of the gradients of tokens and of weights of the choice
 
 Rows travel in the compute dtype, gradients of weights of the choice in float32 (float64 in a float64 job).
 Experts, their gradients and optimizer states are 1/t, and so is their compute; without this technique ranks
