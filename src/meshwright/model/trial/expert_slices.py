@@ -93,7 +93,11 @@ def _adds_up(module: nn.Module, shapes: Mapping[str, tuple[int, ...]], splits: S
 
     def run(params: Mapping[str, torch.Tensor]) -> torch.Tensor:
         trial = copy(module)
-        trial.__dict__["_parameters"] = dict(module._parameters) | dict(params)
+        given = {  # as when it trains: all but a bias between zeros are parameters
+            leaf: each if small[leaf].side == OUTPUT_BIAS else nn.Parameter(each)
+            for leaf, each in params.items()
+        }
+        trial.__dict__["_parameters"] = {**module._parameters, **given}
         if "num_experts" in trial.__dict__:
             trial.__dict__["num_experts"] = TRIAL_EXPERTS
         return trial.forward(hidden, index, weights)
