@@ -247,7 +247,7 @@ def _loss(
             rng.begin_forward(step, torch.arange(first, first + num_rows))
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
                 outputs = subject.module(**inputs)
-    return parity_case.loss.total(outputs, batch) / (
+    return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
 

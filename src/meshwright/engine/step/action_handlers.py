@@ -38,6 +38,7 @@ class ActionHandlers:
         self._is_primary_rank = plan.is_primary_rank(state.world.rank)
         self.handlers: dict[str, Handler] = {
             "TOKEN_COUNT": state.token_counter.count,
+            "BATCH_SUM": state.batch_sums.sum,
             "LOSS": self.compute_loss,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
@@ -87,6 +88,7 @@ class ActionHandlers:
         state.step.loss_factor = self._loss_factor(microbatch)
         outputs, glue_call = state.step.final_glue.pop(microbatch)
         total = state.sequence_runner.loss_sum(outputs, state.step.microbatches[microbatch])
+        total = state.batch_sums.add_to(total, outputs, state.step.microbatches[microbatch])
         if microbatch >= state.step.num_real_microbatches:
             total = total * 0.0
         if not self._graph_checked:

@@ -259,6 +259,7 @@ def analyze(
         targets=batch_columns(targets),
         outputs=outputs,
         needs_global_batch=other,
+        num_batch_sums=loss.num_batch_sums,
         loss_saved_numel=loss_saved_numel(loss, example_samples, trial.outputs) // PROBE_BATCH,
     )
     unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])

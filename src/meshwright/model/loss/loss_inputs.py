@@ -80,7 +80,7 @@ def loss_saved_numel(loss: Loss, batch: TensorBatch, outputs: Any) -> int:
     recorder = ForwardRecorder(nn.Module(), {}, len(next(iter(batch.values()))))
     try:
         with recorder.recording():
-            total = None if loss.whole_batch else loss.total(outputs, batch)
+            total = None if loss.whole_batch else loss.whole_total(outputs, batch)
     except Exception:
         return 0  # it needs values, or other outputs than these
     kept = map(recorder.storage_number, tree_tensors((outputs, dict(batch))))
@@ -94,7 +94,7 @@ def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | No
     loss_batch = {key: value for key, value in batch.items() if key in loss.targets or not loss.whole_batch}
     try:
         with recorder:
-            loss.total(outputs, loss_batch)
+            loss.whole_total(outputs, loss_batch)
     except KeyError as error:
         if loss.whole_batch and error.args and error.args[0] in batch:
             text = (

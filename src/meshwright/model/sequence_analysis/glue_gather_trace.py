@@ -271,7 +271,11 @@ def rank_loss(
     }
     (length,) = lengths if len(lengths) == 1 else (0,)
     has_own_dtype = loss.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
-    return loss.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
+    total = loss.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
+    if loss.auxiliary is None:
+        return total
+    # of all tokens: what it reads was gathered when it left its block
+    return total + loss.auxiliary.total(outputs, batch, loss.auxiliary.sums(outputs, batch))
 
 
 def _describe_glue(block_call: str) -> str:

@@ -242,6 +242,7 @@ class ModelSpec:
 
     `inputs` and `targets` are the batch, `outputs` what the forward returns to the loss.
     `needs_global_batch`: the loss is not a sum over samples and needs the outputs of the whole global batch.
+    `num_batch_sums`: the numbers, summed over the global batch, that the loss reads before its backward.
     `pretrained_source`: where the initial values are stored; None means that they are drawn from the seed.
 
     For sharding: `layer_calls` are the calls of layers that can be sharded, in order; `logits` describes a
@@ -266,6 +267,7 @@ class ModelSpec:
     targets: tuple[BatchTensor, ...] = ()
     outputs: tuple[BatchTensor, ...] = ()
     needs_global_batch: bool = False
+    num_batch_sums: int = 0
     pretrained_source: PretrainedSource | None = None
     saved_numel: tuple[int, ...] = ()
     user_checkpointed_calls: tuple[str, ...] = ()

@@ -29,6 +29,7 @@ CATEGORY_KINDS = {
     "communication": (
         *(
             "TOKEN_COUNT",
+            "BATCH_SUM",
             "REDUCE",
             "UNSHARD",
             "RESHARD",
