@@ -289,9 +289,7 @@ class Plan:
             # what rank 0 has decides, as in the hashes of plans that were written before
             **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.rank_view(0)) else {}),
             **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
-            **(
-                {"num_batch_sums": self.model_spec.num_batch_sums} if self.model_spec.num_batch_sums else {}
-            ),
+            **({"num_batch_sums": self.model_spec.num_batch_sums} if self.model_spec.num_batch_sums else {}),
             **(
                 {"hidden": [w.name for w in self.model_spec.params if w.is_hidden_matrix]}
                 if depends_on_role(self.job.optimizer)

@@ -72,14 +72,16 @@ def pooled_loss(
     counts: torch.Tensor,
     num_tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the part of the loss of the tokens of `logits`, given the global `counts` and `num_tokens`."""
-    total = torch.zeros((), dtype=torch.float64, device=counts.device)
-    for layer in logits:
-        scores = layer.softmax(-1)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        weights = _token_weights(layer, mask).to(scores.dtype)
-        total = total + ((scores * weights.unsqueeze(-1)).sum(0) * counts).sum()
-    return total * len(counts) / num_tokens.square().clamp(min=1)
+    """Returns the part of the loss of the tokens of `logits`, given the global `counts` and `num_tokens`; in
+    float32 at least.
+    """
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    factors = (counts * (len(counts) / num_tokens.square().clamp(min=1))).to(dtype)
+    scores = [
+        (layer.softmax(-1).to(dtype) * _token_weights(layer, mask).to(dtype).unsqueeze(-1)).sum(0)
+        for layer in logits
+    ]
+    return (torch.stack(scores).sum(0) * factors).sum()
 
 
 def _token_weights(layer: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -174,7 +176,8 @@ class _PooledForm:
     def total(self, outputs: Any, batch: Batch, sums: torch.Tensor) -> torch.Tensor:
         counts, (num_tokens, divisor) = sums[:-2], sums[-2:]
         logits, mask = self._read(outputs, batch)
-        return self.factor * divisor * pooled_loss(logits, mask, counts, num_tokens)
+        loss = pooled_loss(logits, mask, counts, num_tokens)
+        return loss * (self.factor * divisor).to(loss.dtype)
 
     def _read(self, outputs: Any, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         named = dict(named_tensors(outputs))
