@@ -184,6 +184,7 @@ class StepState:
     noise_scale: float | None = None
     spike: LossSpike | None = None
     overflow: bool = False
+    updates: bool = False  # whether the STEPs of the current update step
 
     @classmethod
     def on_device(cls, device: torch.device) -> "StepState":

@@ -176,6 +176,18 @@ class ExpertsCall:
 
 
 @dataclass(frozen=True)
+class ChoiceBias:
+    """A saved buffer [num_experts] that is added to scores when the module `experts`, in the forward of
+    `block_call`, is chosen from; no gradient steps it.
+    """
+
+    buffer: str
+    experts: str
+    block_call: str
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class BatchTensor:
     """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
     dtype.
@@ -249,8 +261,8 @@ class ModelSpec:
     vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
-    batch, `experts_calls` those of mixtures of experts, in order. `loss_saved_numel`: elements per sample
-    that the loss keeps until its backward.
+    batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
+    choice. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -279,6 +291,7 @@ class ModelSpec:
     residual_flows: tuple[ResidualFlow, ...] = ()
     batch_norm_calls: tuple[BatchNormCall, ...] = ()
     experts_calls: tuple[ExpertsCall, ...] = ()
+    choice_biases: tuple[ChoiceBias, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -365,6 +378,7 @@ class ModelSpec:
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
+            choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

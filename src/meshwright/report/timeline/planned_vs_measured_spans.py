@@ -30,6 +30,7 @@ CATEGORY_KINDS = {
         *(
             "TOKEN_COUNT",
             "BATCH_SUM",
+            "BALANCE",
             "REDUCE",
             "UNSHARD",
             "RESHARD",
