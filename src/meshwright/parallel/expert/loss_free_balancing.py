@@ -7,7 +7,7 @@ tokens go elsewhere. The counts are those of the global batch: the bias is the s
 
     scores + bias --> the k best --> experts       counts 5 1 3 3   mean 3    bias -.001 +.001 0 0
 
-    b_e <- b_e + rate x sign(mean count - c_e)        c_e: how often expert e is chosen in the global batch
+    b_e after = b_e + rate x sign(mean of c - c_e)    c_e: how often expert e is chosen in the global batch
 
     before   F F F  LOSS  B B B                          CLIP  STEP
     after    F F F  BALANCE(all-reduce)  LOSS  B B B     CLIP  STEP, and the biases
