@@ -55,7 +55,7 @@ class ReferenceStep:
     """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
-    `gradients` those of the last one.
+    `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards.
     """
 
     batch: Batch
@@ -64,6 +64,7 @@ class ReferenceStep:
     gradients: TensorsByName
     parameters: TensorsByName
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
+    biases: TensorsByName = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     )
     optimizer = _plain_sgd(plan.job, subject)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
-    samples = parity_case.batch_reader(plan, 0)
+    samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
+    found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
+    step_ends = [each for each in found if each is not None]
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
@@ -113,10 +116,18 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        if parity_case.loss.count(batch) > 0:  # a step in which nothing counts changes nothing
+        updates = bool(parity_case.loss.count(batch) > 0)
+        if updates:  # a step in which nothing counts changes nothing
             optimizer.step()
+        for end_step in step_ends:
+            end_step(updates)
+        biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, parameters_after))
+        reference.steps.append(
+            ReferenceStep(
+                batch, loss.item(), norm.item(), gradients, parameters_after, biases=_values(biases)
+            )
+        )
     return reference
 
 
@@ -208,7 +219,7 @@ def _backward(loss: torch.Tensor) -> None:
         backward_from(loss, 1.0)
 
 
-def _values(parameters: Mapping[str, torch.nn.Parameter]) -> TensorsByName:
+def _values(parameters: Mapping[str, torch.Tensor]) -> TensorsByName:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
@@ -247,7 +258,7 @@ def _loss(
             rng.begin_forward(step, torch.arange(first, first + num_rows))
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
                 outputs = subject.module(**inputs)
-    return parity_case.loss.total(outputs, batch) / (
+    return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
 
