@@ -1,0 +1,42 @@
+"""Published runs of models with experts: the sizes that rows leave out, and what each code base does.
+
+A row states the number of experts, how many are chosen, and one FFN size. Shared experts, dense first layers,
+the width of heads and latent attention are facts of the model, from its config.json on the Hugging Face hub.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import EXPERT_LOAD, ParallelConfig
+
+# sizes beside the columns of a row, by the first letters of the model's name
+LATENT = {"q_rank": 1536, "kv_rank": 512, "head": 128, "rope_head": 64, "value_head": 128, "kv_heads": 0}
+EXPERT_MODELS: tuple[tuple[str, Mapping[str, int]], ...] = (
+    ("deepseek-v3", LATENT | {"ffn": 18432, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": 3}),
+    ("kimi-k2", LATENT | {"ffn": 18432, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": 1}),
+    (
+        "deepseek-v2-lite",
+        LATENT | {"q_rank": 0, "ffn": 10944, "expert_ffn": 1408, "shared_ffn": 2816, "dense_layers": 1},
+    ),
+    ("deepseek-v2", LATENT | {"ffn": 12288, "expert_ffn": 1536, "shared_ffn": 3072, "dense_layers": 1}),
+    ("qwen3", {"head": 128}),
+    ("qwen2-57b", {"expert_ffn": 2560, "shared_ffn": 20480}),
+    ("gpt-oss", {"head": 64}),
+)
+
+
+def expert_layout(source: str, row: Mapping[str, str], layout: ParallelConfig, ep: int) -> ParallelConfig:
+    """Returns `layout` with the experts of a row on `ep` ranks."""
+    forced = any(word in row.get("notes", "") for word in ("force", "tokendrop")) or source.startswith(
+        "NVIDIA"
+    )
+    expert_tp = layout.tp if "grok" in row.get("model", "").lower() else 1
+    return replace(layout, ep=ep, expert_tp=expert_tp, expert_load=1.0 if forced else EXPERT_LOAD)
+
+
+def expert_shape(shape: ModelShape, experts: int, top_k: int) -> ModelShape:
+    """Returns `shape`, read from the columns of a row, with the experts of its model."""
+    name = shape.name.lower()
+    sizes = next((sizes for prefix, sizes in EXPERT_MODELS if name.startswith(prefix)), {})
+    return replace(shape, gated=True, experts=experts, top_k=top_k, **sizes)
