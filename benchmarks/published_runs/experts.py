@@ -6,13 +6,14 @@ the width of heads and latent attention are facts of the model, from its config.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import EXPERT_LOAD, ParallelConfig
 
 # sizes beside the columns of a row, by the first letters of the model's name
 LATENT = {"q_rank": 1536, "kv_rank": 512, "head": 128, "rope_head": 64, "value_head": 128, "kv_heads": 0}
-EXPERT_MODELS: tuple[tuple[str, Mapping[str, int]], ...] = (
+EXPERT_MODELS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("deepseek-v3", LATENT | {"ffn": 18432, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": 3}),
     ("kimi-k2", LATENT | {"ffn": 18432, "expert_ffn": 2048, "shared_ffn": 2048, "dense_layers": 1}),
     (

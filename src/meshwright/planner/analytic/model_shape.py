@@ -112,7 +112,7 @@ class ModelShape:
     @property
     def expert_layer_share(self) -> float:
         """The share of layers with experts."""
-        return (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+        return max(0, self.layers - self.dense_layers) / self.layers if self.experts else 0.0
 
     def latent_matrices(self, tp: int = 1) -> list[tuple[float, float]]:
         """Returns the matrices of latent attention, outputs and inputs, on one of `tp` ranks.
