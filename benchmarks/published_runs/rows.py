@@ -131,10 +131,10 @@ def _number(row: Mapping[str, str], column: str) -> float | None:
 
 
 def _run(key: str, source: str, row: Mapping[str, str], *, experts: bool) -> Run:
-    if "single transformer layer" in row.get("notes", ""):
-        raise MissingInfo("the time of one layer, and of no step")
     if ((_number(row, "n_experts") or 0) > 1) != experts:
         raise MissingInfo("no experts" if experts else "experts, which planner_experts scores")
+    if "single transformer layer" in row.get("notes", ""):
+        raise MissingInfo("the time of one layer, and of no step")
     if "ffload" in row.get("zero_fsdp", ""):
         raise MissingInfo("memory of the host, which is not built yet")
     machine = machine_of(row.get("hardware", ""))
@@ -144,7 +144,7 @@ def _run(key: str, source: str, row: Mapping[str, str], *, experts: bool) -> Run
     shape, numbers = _shape(row), {name: _number(row, name) for name in row}
     layout = layout_of(source, row, shape, numbers, machine.devices_per_host)
     if experts:
-        layout = expert_layout(source, row, layout, int(numbers.get("ep") or 1))
+        layout = expert_layout(row, layout, int(numbers.get("ep") or 1))
     if faults := [fault.problem for fault in shape.diagnostics()]:
         raise MissingInfo(faults[0])
     if layout.pp > shape.layers:
@@ -206,7 +206,7 @@ def _shape(row: Mapping[str, str]) -> ModelShape:
     )
     experts, top_k = _number(row, "n_experts") or 0, _number(row, "top_k") or 0
     if experts > 1:
-        return expert_shape(plain, int(experts), int(top_k))
+        return expert_shape(row, plain, int(experts), int(top_k))
     gated, num_params = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
     name = plain.name.lower()
     if "llama" in name or (

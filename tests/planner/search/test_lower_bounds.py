@@ -25,7 +25,9 @@ EXPERTS = replace(SMALL, experts=12, top_k=2, expert_ffn=512, shared_ffn=256, de
 
 
 @pytest.mark.parametrize(
-    "shape", [replace(SMALL, sequence=sequence) for sequence in (512, 8192, 131_072)] + [EXPERTS]
+    "shape",
+    [*(replace(SMALL, sequence=sequence) for sequence in (512, 8192, 131_072)), EXPERTS],
+    ids=["512", "8192", "131072", "experts"],
 )
 @pytest.mark.parametrize(
     ("kind", "start", "latency"), [("A100", 4e-6, 3e-5), ("V100", 1e-3, 0.0), ("H100", 4e-6, 1e-2)]
