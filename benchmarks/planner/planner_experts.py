@@ -22,6 +22,7 @@ The result also has the CPU seconds of `meshwright search` for DeepSeek-V3, from
 (bar 60 s).
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -206,8 +207,7 @@ def main(arguments: Sequence[str]) -> int:
     runs, skipped = timed_runs(RUNS)
     if not arguments:
         found = result(runs, skipped)
-        for name, scores in found.detail["scores"].items():
-            print(name, {key: round(value, 3) for key, value in scores.items()})
+        print(json.dumps(found.detail["scores"], indent=1))
         print(found.write(NAME))
         return 0
     others, skipped = timed_runs(Path(arguments[0]))
