@@ -96,6 +96,8 @@ def test_the_busiest_rank_computes_and_stores_its_load_and_at_most_all_rows():
     assert max_expert_load(shape, layout) == 4  # both experts of every token are on one rank
     assert max_expert_load(shape, replace(layout, ep=8)) == 4  # one of them
     memory = [estimate_memory(shape, each).activations for each in (even, loaded)]
+    all_chosen = replace(shape, top_k=8)  # no rank can be busier than others
+    assert estimate_memory_at_most(all_chosen, layout) == estimate_memory(all_chosen, loaded)
     most = estimate_memory_at_most(shape, layout).activations
     assert (most - memory[0]) == pytest.approx((memory[1] - memory[0]) * 3 / 0.6)
 

@@ -39,9 +39,9 @@ CHOICE_NBYTES = 8  # of a chosen expert in a row that travels: its index and its
 ROW_KERNELS = 12  # kernels around the experts in a forward
 
 
-def expert_load(config: ParallelConfig) -> float:
+def expert_load(shape: ModelShape, config: ParallelConfig) -> float:
     """Returns the tokens of the busiest rank along ep, over the mean."""
-    return config.expert_load if config.ep > 1 else 1.0
+    return min(config.expert_load, max_expert_load(shape, config)) if config.ep > 1 else 1.0
 
 
 def max_expert_load(shape: ModelShape, config: ParallelConfig) -> float:
@@ -53,7 +53,7 @@ def max_expert_load(shape: ModelShape, config: ParallelConfig) -> float:
 
 def local_rows(shape: ModelShape, config: ParallelConfig) -> float:
     """Returns the rows (token and expert) of a microbatch on the busiest rank, of a layer with experts."""
-    return config.local_tokens(shape) * shape.top_k / config.token_shards * expert_load(config)
+    return config.local_tokens(shape) * shape.top_k / config.token_shards * expert_load(shape, config)
 
 
 def local_expert_numel(shape: ModelShape, config: ParallelConfig) -> float:
@@ -102,7 +102,7 @@ def expert_dispatch(shape: ModelShape, config: ParallelConfig, machine: Machine)
     """Returns the exposed time in which the rows of a layer travel to their experts and back."""
     if not shape.experts or config.ep * config.expert_tp == 1:
         return PassTime()
-    tokens = config.local_tokens(shape) / config.token_shards * expert_load(config)
+    tokens = config.local_tokens(shape) / config.token_shards * expert_load(shape, config)
     row_nbytes = HALF_NBYTES * shape.hidden
     there_s = _trip_s(shape, config, machine, tokens * (row_nbytes + CHOICE_NBYTES * shape.top_k))
     back_s = _trip_s(shape, config, machine, tokens * row_nbytes)
