@@ -211,6 +211,10 @@ def main(arguments: Sequence[str]) -> int:
         print(found.write(NAME))
         return 0
     others, skipped = timed_runs(Path(arguments[0]))
+    if not others:
+        whys = sorted({each.why for each in skipped})
+        print(f"no row of {arguments[0]} has experts and a time; skipped: {whys}", file=sys.stderr)
+        return 2
     errors = relative_errors(others, fit_constants(runs))
     for run in others:
         print(f"{run.key} {run.shape.name} {run.full_source}: {100 * errors[run.key]:+.1f} %")
