@@ -28,7 +28,8 @@ on one (token, expert) pair per row, whatever kernel it chooses.
 Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
 host. A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
-(transformers' experts interface, `meshwright.nn.MixtureOfExperts`).
+(transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
+an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank.
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node).
@@ -39,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
+from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
     INDEX_DTYPE,
@@ -134,15 +136,16 @@ class ExpertParallel(Strategy):
         if view.plan.mesh.size(self.axis) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axis, call, number, microbatches)
-                runtime.state.patches.wrap_forward(call.name, dispatch.run)
+                dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
+                run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
+                runtime.state.patches.wrap_forward(call.name, run)
         return {}
 
     def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         num_samples = samples_per_microbatch(actions, view.plan, job)
         by_block_call: dict[str, list[_Traffic]] = {}
         for number, call in _numbered(view.model_spec.experts_calls):
-            traffic = self._traffic(call, number, view, job, num_samples)
+            traffic = self._traffic(call.routed, number, view, job, num_samples)
             by_block_call.setdefault(call.block_call, []).append(traffic)
 
         def add(action: Action) -> Action:

@@ -9,6 +9,7 @@ is a parameter of the unmodified model under its first name; the names of tied c
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
@@ -161,6 +162,9 @@ class ExpertsCall:
     `top_k` experts for each; it returns the weighted sum of what these compute. `input_needs_grad` and
     `weights_need_grad` are about the rows, and the weights of the choice. `prior_layers` are the modules that
     have ended before it in the block call.
+
+    In the form "dense" it is called with every token for expert 0, then for expert 1, and so on. Rows of
+    zeros make zeros; those of the `top_k` chosen experts are others.
     """
 
     name: str
@@ -173,6 +177,14 @@ class ExpertsCall:
     input_needs_grad: bool = True
     weights_need_grad: bool = True
     prior_layers: tuple[str, ...] = ()
+    form: Literal["choice", "dense"] = "choice"
+
+    @property
+    def routed(self) -> "ExpertsCall":
+        """The call as ranks route it: in the form "dense", with one expert for each row that is not zeros."""
+        if self.form == "choice":
+            return self
+        return replace(self, num_tokens=self.num_tokens * self.top_k, top_k=1)
 
 
 @dataclass(frozen=True)
