@@ -35,11 +35,13 @@ Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.194
 a token per node).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
+from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
 from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
@@ -52,7 +54,7 @@ from meshwright.parallel.expert.dispatch import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec, ParamSpec, block_of
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
@@ -78,10 +80,7 @@ class ExpertParallel(Strategy):
         calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
         location = f"strategies.{self.name}"
         if not calls:
-            text = "no module of this model is called as experts are: with rows [tokens, features], and the "
-            text += "index and the weight [tokens, k] of the chosen experts"
-            fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
-            yield Diagnostic(text, fix, location)
+            yield _no_experts(sharding.model_spec, location)
         fewest = min((call.num_experts for call in calls), default=num_ranks)
         if fewest < num_ranks:
             text = f"{num_ranks} ranks along {self.axis}, and a layer has {fewest} experts"
@@ -177,6 +176,31 @@ class ExpertParallel(Strategy):
             job.precision.compute,
             _position(call, view),
         )
+
+
+def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
+    by_rows = (each for each in model_spec.params if each.not_shardable_reason == VALUE_DEPENDENT_REASON)
+    lists = Counter(name for name, _ in {_list_and_number(param) for param in by_rows})
+    if lists:
+        name, number = min(lists.items())
+        more = f" (and so in {len(lists) - 1} more blocks)" if len(lists) > 1 else ""
+        text = f"{name} is a list of {number} modules, each called with the tokens that chose it{more}: only "
+        text += "experts whose weights are one parameter [experts, ...] can be distributed"
+        fix = "put mw.nn.MixtureOfExperts in its place, with the weights of the list stacked; or set "
+        fix += "mesh.ep = 1: mesh.dp_shard shards the weights of the list too"
+    else:
+        text = "no module of this model is called as experts are: with rows [tokens, features], and the "
+        text += "index and the weight [tokens, k] of the chosen experts"
+        fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
+    return Diagnostic(text, fix, location)
+
+
+def _list_and_number(param: ParamSpec) -> tuple[str, str]:
+    """Returns the list of modules in its block that a parameter belongs to, and which of them."""
+    block = block_of(param.block_calls[0])
+    parts = param.name.removeprefix(f"{block}.").split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join([block, *parts[:number]]), parts[number]
 
 
 def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:

@@ -53,10 +53,11 @@ class ParamSpec:
 
     `dtype` differs from the job's for a parameter that is not floating point, and for a frozen one that was
     created in another dtype than the trained ones (a bfloat16 base under float32 adapters); "" means the
-    job's dtype. `is_hidden_matrix`: the matrix of a linear layer between the embedding and the head. `role`
-    is the role of its layer (see `LayerCall`; "" if the layer cannot be sharded), `dim_splits` how its dims
-    may be split without a change of the results, one per side. `not_shardable_reason` says why a parameter
-    without a role cannot be sharded. `declared_role` is the role that the user declared for the layer.
+    job's dtype. `is_hidden_matrix`: the matrix of a linear layer between the embedding and the head, or
+    those of experts, one behind the other along dim 0. `role` is the role of its layer (see `LayerCall`; ""
+    if the layer cannot be sharded), `dim_splits` how its dims may be split without a change of the results,
+    one per side. `not_shardable_reason` says why a parameter without a role cannot be sharded.
+    `declared_role` is the role that the user declared for the layer.
     """
 
     name: str
