@@ -27,7 +27,8 @@ from tests.tiny_model import tiny_job
 
 HIDDEN = ParamSpec("layer.weight", (4, 3), ("layer",), is_hidden_matrix=True)
 EMBED, BIAS = ParamSpec("embed.weight", (9, 3), ("embed",)), ParamSpec("layer.bias", (4,), ("layer",))
-CONV = ParamSpec("conv.weight", (4, 3, 2), ("conv",), is_hidden_matrix=True)
+CONV = ParamSpec("conv.weight", (4, 3, 2), ("conv",))
+EXPERTS = ParamSpec("experts.weight", (4, 3, 2), ("layer",), is_hidden_matrix=True)
 MUON = OptimizerConfig("muon", lr=0.5, weight_decay=0.1, momentum=0.95)
 
 
@@ -37,7 +38,8 @@ def test_every_optimizer_has_an_alignment_and_a_size():
 
 
 def test_muon_steps_hidden_matrices_and_adamw_the_rest():
-    assert param_optimizer(MUON, HIDDEN) == ParamOptimizer("muon", 0.95, 0.5, 0.1)
+    for param in (HIDDEN, EXPERTS):
+        assert param_optimizer(MUON, param) == ParamOptimizer("muon", 0.95, 0.5, 0.1)
     assert [param_optimizer(MUON, param) for param in (EMBED, BIAS, CONV)] == [
         ParamOptimizer("adamw", 0.0, 0.5, 0.1),
         ParamOptimizer("adamw", 0.0, 0.5, 0.0),
@@ -48,7 +50,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest():
 def test_the_optimizer_of_a_group_wins_but_vectors_never_use_a_matrix_optimizer():
     forced = replace(MUON, groups=(ParamGroupConfig("*", 0.5, name="muon", momentum=0.8),))
     assert param_optimizer(forced, EMBED) == ParamOptimizer("muon", 0.8, 0.25, 0.1)
-    assert param_optimizer(forced, BIAS).optimizer == "adamw"
+    assert param_optimizer(forced, BIAS).optimizer == param_optimizer(forced, CONV).optimizer == "adamw"
     other = replace(
         MUON, groups=(ParamGroupConfig("layer.*", name="adamw_8bit"), ParamGroupConfig("embed.*", 2.0, 0.0))
     )

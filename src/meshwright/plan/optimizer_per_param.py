@@ -11,9 +11,9 @@
     muon          matrix     4
 
 The first parameter group whose pattern matches may name an optimizer; otherwise the job's is used. An
-optimizer for hidden matrices leaves everything else to a fallback (`FALLBACK_OPTIMIZERS`): embeddings, heads,
-and what is no matrix. A group that names it gives it every matrix that the pattern matches. The update rules
-are in engine/optim.
+optimizer for hidden matrices, those of experts among them, leaves everything else to a fallback
+(`FALLBACK_OPTIMIZERS`): embeddings, heads, and what is no matrix. A group that names it gives it every matrix
+that the pattern matches. The update rules are in engine/optim.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,8 @@ def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer
         decay = decay if group.weight_decay is None else group.weight_decay
         if group.name is not None:
             rule, momentum, hidden = group.name, group.momentum, True
-    if rule in FALLBACK_OPTIMIZERS and not (hidden and len(param.shape) == 2):
+    has_matrices = len(param.shape) == 2 or (len(param.shape) == 3 and param.is_hidden_matrix)
+    if rule in FALLBACK_OPTIMIZERS and not (hidden and has_matrices):
         rule = FALLBACK_OPTIMIZERS[rule]
     return ParamOptimizer(rule, momentum if rule in MOMENTUM_OPTIMIZERS else 0.0, lr, decay)
 
@@ -125,6 +126,6 @@ def update_scratch_nbytes(rule: OptimizerName, shape: tuple[int, ...], itemsize:
     """
     numel, itemsize = prod(shape), max(itemsize, FLOAT_NBYTES["float32"])
     if rule == "muon":  # the products of the smaller side, or their operands
-        square = min(shape) ** 2
+        square = prod(shape[:-2]) * min(shape[-2:]) ** 2
         return itemsize * max(3 * numel + 4 * square, 5 * numel + square)
     return itemsize * UPDATE_NUMEL.get(rule, 0) * numel

@@ -35,6 +35,13 @@ def test_it_is_the_polynomial_on_singular_values(shape: tuple[int, int]):
     assert (stepped(Muon, begin, grads)[0] - plain(begin, grads)).abs().max() < 1e-12
 
 
+def test_each_expert_is_a_matrix():
+    begin, grads = weight(3 * 7, 5).view(3, 7, 5), [each.view(3, 7, 5) for each in gradients(3 * 7, 5)]
+    found, _ = stepped(Muon, begin, grads)
+    for expert in range(3):
+        assert (found[expert] - plain(begin[expert], [each[expert] for each in grads])).abs().max() < 1e-12
+
+
 def test_every_direction_moves_about_equally():
     values = torch.linalg.svdvals(orthogonalize(weight(40, 60)))
     assert 0.65 < values.min() < values.max() < 1.25
@@ -63,7 +70,7 @@ def test_halves_of_a_matrix_are_not_updated_as_the_whole(dim: int):
     assert (torch.cat(halves, dim) - whole).abs().max() > 0.1 * LR
 
 
-@pytest.mark.parametrize("shape", [(12,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(12,), (2, 3, 4, 5)], ids=str)
 def test_parameters_that_are_no_matrix_are_refused(shape: tuple[int, ...]):
     with pytest.raises(
         PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"

@@ -307,7 +307,7 @@ X = torch.rand(3, 4, 8)
         (lambda: torch.normal(X, 1.0), "normal", "torch.rand"),
         (lambda: torch.empty(3).normal_(), "normal_", "F.dropout or torch.rand"),
         (lambda: torch.empty(3).random_(), "random_", "F.dropout or torch.rand"),
-        (lambda: torch.empty(3).exponential_(), "exponential_", "F.dropout or torch.rand"),
+        (lambda: torch.empty(3).log_normal_(), "log_normal_", "F.dropout or torch.rand"),
     ],
 )
 def test_other_randomness_is_refused_by_name_with_the_repair(draw: Callable[[], object], name: str, fix: str):

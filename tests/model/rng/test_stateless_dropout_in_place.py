@@ -16,6 +16,7 @@ from tests.model.rng.test_stateless_dropout import on, run
         (lambda x: x.new_empty(len(x), 1).bernoulli_(0.7), lambda u: u < 0.7),
         (lambda x: x.new_empty(len(x), 1).uniform_(-2, 4), lambda u: u * 6 - 2),
         (lambda x: x.new_empty(len(x), 1).uniform_(to=3), lambda u: u * 3),
+        (lambda x: x.new_empty(len(x), 1).exponential_(2), lambda u: -(1 - u).log() / 2),
     ],
 )
 def test_draws_into_a_tensor_are_the_numbers_of_their_site(

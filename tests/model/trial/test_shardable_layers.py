@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.model.trial.shardable_layers import suggest_roles
+from meshwright.model.trial.shardable_layers import RESHAPED_REASON, suggest_roles
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from tests.model.two_block_model import Net
 
@@ -27,13 +27,32 @@ class Block(nn.Module):
         return x + self.odd(x).mean()
 
 
-def weights(**layer_roles: str) -> dict[str, ParamSpec]:
+class GroupedLinear(nn.Linear):
+    """A matrix for each of two groups of features, as the output projection of DeepSeek-V4."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrices = self.weight.view(2, -1, self.in_features)
+        return torch.einsum("btgi,goi->btgo", x.unflatten(-1, (2, -1)), matrices).flatten(2)
+
+
+class GroupedBlock(nn.Module):
+    """A pair of linears, of which the first is grouped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = GroupedLinear(4, 12, bias=False), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def weights(block: type[nn.Module] = Block, **layer_roles: str) -> dict[str, ParamSpec]:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {f"layers.*.{name}": role for name, role in layer_roles.items()}
     return {
         w.name: w
         for w in analyze(
-            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
+            lambda: Model(Net(block), layer_roles=roles), {"input_ids": tokens, "labels": tokens.roll(1, -1)}
         ).model_spec.params
     }
 
@@ -49,6 +68,12 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
 def test_whole_layers_have_a_reason(name: str, why: str):
     found = weights(up="colwise", down="rowwise", odd="colwise", never="colwise")[f"layers.1.{name}"]
     assert (found.role, found.not_shardable_reason) == ("", why)
+
+
+def test_a_layer_with_a_matrix_for_each_group_stays_whole():
+    found = weights(GroupedBlock, up="colwise", down="rowwise")
+    assert (found["layers.0.up.weight"].role, found["layers.0.down.weight"].role) == ("", "")
+    assert found["layers.0.up.weight"].not_shardable_reason == RESHAPED_REASON
 
 
 def test_layers_whose_widths_do_not_agree_are_named_with_them():

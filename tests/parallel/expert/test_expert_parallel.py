@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.optimizer_per_param import param_optimizer
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import (
     TOKENS,
+    VOCABULARY,
     analyzed_mixtral,
     batch_of,
     expert_strategies,
@@ -218,3 +221,44 @@ def test_a_model_without_experts_is_refused():
     text = refusal(analyzed_model(), sgd_job(), mw.Mesh(ep=2))
     assert "no module of this model is called as experts are" in text
     assert "set mesh.ep = 1" in text
+
+
+class OneModulePerExpert(nn.Module):
+    """A layer with a list of experts, as many models of users have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, index = self.gate(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return x + out.view(x.shape)
+
+
+def list_of_experts() -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, 8), OneModulePerExpert(), OneModulePerExpert())
+
+
+def test_a_list_of_experts_is_refused_by_name():
+    batch = {"input": batch_of(4)["input_ids"], "labels": batch_of(4)["labels"].clamp(0, 7)}
+    text = refusal(
+        mw.analyze(list_of_experts, batch, loss=mw.token_cross_entropy()), sgd_job(), mw.Mesh(ep=2)
+    )
+    assert "1.experts is a list of 3 modules, each called with the tokens that chose it" in text
+    assert "(and so in 1 more blocks)" in text
+    assert "put mw.nn.MixtureOfExperts in its place" in text
+
+
+def test_muon_steps_each_expert_by_itself():
+    analyzed, muon = analyzed_mixtral(), mw.OptimizerConfig("muon", lr=0.02, momentum=0.9)
+    plan = mw.make_plan(analyzed, replace(sgd_job(), optimizer=muon), mw.Mesh(ep=2, dp_shard=2))
+    experts = [each for each in analyzed.model_spec.params if ".experts." in each.name]
+    assert {param_optimizer(muon, each).optimizer for each in experts} == {"muon"}
+    verdict = mw.verify(analyzed, plan, BATCHES)
+    assert verdict.passed, str(verdict)

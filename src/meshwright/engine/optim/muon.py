@@ -18,6 +18,7 @@ work for all.
 Cost: 4 bytes per parameter, where AdamW keeps 8. Flops: 15 products per step, at most 5 w / tokens of what
 the matrix costs anyway, w being its smaller side: 1 % at w = 1,000 and 500,000 tokens. Ranks that own no
 matrix of a block wait; the shards of a block are as long as what its fullest rank owns.
+Experts [experts, rows, columns] are a matrix each. One rank steps all experts of a layer, whoever has them.
 Limits: for hidden matrices. AdamW steps embeddings, heads, norms and biases (plan/optimizer_per_param.py).
 The polynomial is quick and not exact: singular values end between 0.7 and 1.2. On a GPU it runs in bfloat16,
 in which it is stable. Not torch.optim.Muon: it runs the polynomial in bfloat16 for every dtype and device, 1
@@ -39,7 +40,7 @@ UPDATE_RMS = 0.2  # root mean square of a usual update of AdamW
 
 
 class Muon(PerParamOptimizer):
-    """Muon over `groups`, all of whose parameters are whole matrices.
+    """Muon over `groups`, all of whose parameters are whole matrices, or experts with one each.
 
     Raises PlanError for a parameter that is not a matrix, such as a shard of one.
     """
@@ -52,7 +53,7 @@ class Muon(PerParamOptimizer):
             tuple(parameter.shape)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.ndim != 2
+            if parameter.ndim not in (2, 3)
         ]
         if non_matrices:
             text = f"Muon got a parameter of shape {non_matrices[0]}; needed are whole matrices"
@@ -72,20 +73,22 @@ class Muon(PerParamOptimizer):
         ahead = gradient.lerp(state["momentum"], mu)
         update = orthogonalize(ahead).to(parameter.dtype)
         parameter.mul_(1 - lr * group["weight_decay"]).sub_(
-            update, alpha=lr * UPDATE_RMS * max(parameter.shape) ** 0.5
+            update, alpha=lr * UPDATE_RMS * max(parameter.shape[-2:]) ** 0.5
         )
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns the singular vectors of `matrix` with singular values between 0.7 and 1.2."""
+    """Returns the singular vectors of `matrix` with singular values between 0.7 and 1.2; of each one, for
+    [experts, rows, columns].
+    """
     use_bf16 = matrix.device.type != "cpu" and matrix.dtype != torch.float64
     dtype = torch.bfloat16 if use_bf16 else get_compute_dtype(matrix)
-    is_tall = matrix.shape[0] > matrix.shape[1]
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(dtype)
-    x = x / (x.norm() + 1e-7)
-    x = x.T if is_tall else x  # the products are then of the smaller side
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x.mT if is_tall else x  # the products are then of the smaller side
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     for _ in range(NUM_NEWTON_SCHULZ_STEPS):
-        square = x @ x.T
+        square = x @ x.mT
         x = a * x + (b * square + c * square @ square) @ x
-    return x.T if is_tall else x
+    return x.mT if is_tall else x

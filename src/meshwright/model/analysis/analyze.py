@@ -296,6 +296,7 @@ def _build_model_spec(
     divisible: ShardableLayers,
 ) -> ModelSpec:
     plan, hidden = loaded_model.deferred_init, hidden_matrices(module)
+    of_experts = {name for call in findings.experts_calls for name in call.params}
     owners_by_id = param_owners(module, get_blocks(module, block_names))
     owners = {name: owners_by_id.get(id(parameter), []) for name, parameter in module.named_parameters()}
     params = tuple(
@@ -306,7 +307,7 @@ def _build_model_spec(
             entry.requires_grad,
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
-            name in hidden,
+            name in hidden or (len(entry.shape) == 3 and not of_experts.isdisjoint((name, *entry.aliases))),
             divisible.weight_parts.get(name, UNKNOWN_SPLIT).role,
             divisible.weight_parts.get(name, UNKNOWN_SPLIT).dim_splits,
             divisible.unsharded_reasons.get(name, ""),

@@ -8,6 +8,7 @@ may draw:
     F.multi_head_attention_forward         its own code, with the mode on inside
     torch.rand, torch.rand_like            numbers of the site: stochastic depth and layer drop
     torch.bernoulli, bernoulli_, uniform_  the same numbers, compared with p or scaled
+    exponential_                           minus their logarithm (Gumbel noise, to sample an expert)
 
 With p = 0, or outside training, the ordinary functions run. Every other source of randomness is refused, with
 its name and a fix: a mask that depends on the plan would make two plans train two models. During a trial a
@@ -58,7 +59,7 @@ REFUSED_FUNCTIONS: dict[Any, str] = {
         (torch.randint, torch.randint_like, torch.randperm, torch.multinomial, torch.poisson), RANDOM_FIX
     ),
     **dict.fromkeys(
-        (torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.normal_, torch.Tensor.exponential_),
+        (torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.normal_),
         RANDOM_FIX,
     ),
     **dict.fromkeys((torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_), RANDOM_FIX),
@@ -117,6 +118,7 @@ class StatelessDropout(TorchFunctionMode):
             torch.Tensor.bernoulli: self._bernoulli,
             torch.Tensor.bernoulli_: self._bernoulli_,
             torch.Tensor.uniform_: self._uniform_,
+            torch.Tensor.exponential_: self._exponential_,
             F.multi_head_attention_forward: self._with_mode(F.multi_head_attention_forward),
         }
 
@@ -202,6 +204,14 @@ class StatelessDropout(TorchFunctionMode):
         low = bounds[0] if bounds else named.get("from", 0.0)
         high = bounds[1] if len(bounds) > 1 else named.get("to", 1.0)
         return input.copy_(self._rng.uniform(input.shape, input.dtype, input.device) * (high - low) + low)
+
+    def _exponential_(
+        self, input: torch.Tensor, lambd: float = 1, *, generator: object = None
+    ) -> torch.Tensor:
+        self._refuse_checkpointed()
+        numbers = self._rng.uniform(input.shape, input.dtype, input.device)
+        # never 0, as torch's: its logarithm is finite
+        return input.copy_(numbers.neg().log1p().neg().clamp(min=torch.finfo(input.dtype).tiny) / lambd)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         arguments = SDPAArguments(*args, **kwargs)

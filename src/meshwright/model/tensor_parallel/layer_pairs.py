@@ -35,13 +35,15 @@ UNPAIRED_ROLES = (
 @dataclass
 class LayerUses:
     """The record of a trial, in order: calls of layers with a role, and the head dims of attention
-    between them. `value_dependent` names the layers whose inputs have a size that depends on values.
+    between them. `value_dependent` names the layers whose inputs have a size that depends on values,
+    `reshaped` those that use their matrix in another shape.
     """
 
     uses: list["LayerUse"] = field(default_factory=list)
     # number of earlier layer uses, and head dim
     head_widths: list[tuple[int, int]] = field(default_factory=list)
     value_dependent: set[str] = field(default_factory=set)
+    reshaped: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

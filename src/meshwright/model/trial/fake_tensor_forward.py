@@ -246,6 +246,9 @@ def _read_layer_uses(recording: Recording) -> tuple[LayerUses, list[int], set[in
         match event:
             case AtenOp():
                 sizes.read_op(event)
+                if event.name == "aten.view.default" and event.inputs[0].ndim == 2 != event.outputs[0].ndim:
+                    viewed = recording.parameter_names.get(event.inputs[0].id, "")
+                    found.reshaped.add(viewed.rpartition(".")[0])
             case BlockStart():
                 block_call, draws = event.block_call, 0
             case RandomDraw():

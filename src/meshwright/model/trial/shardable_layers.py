@@ -4,9 +4,10 @@ Roles come from the user first, then from the feature flow that the trial shows
 (model/tensor_parallel/split_proposal.py). A plan that the model declares counts only where the trial agrees:
 it does not say whether everything between a colwise and a rowwise layer works on a shard.
 
-A weight is not shardable for a reason of one of four sorts, which `inspect` and error messages print:
+A weight is not shardable for a reason of one of five sorts, which `inspect` and error messages print:
 
     rows        their number depends on values: an expert of its own linear layers
+    shape       it is a subclass of a linear layer that views its weight as several matrices
     kind        a convolution, a router: no way to shard it is known
     role        no role is declared, or one that replicates it
     position    no layer of its block takes its outputs as inputs, or the widths of the two do not agree
@@ -53,6 +54,10 @@ VALUE_DEPENDENT_REASON = (
     "it is given a number of rows that depends on values, such as the tokens of one expert: the bytes that "
     "ranks would send for it cannot be planned"
 )
+RESHAPED_REASON = (
+    "it computes with its weight in another shape, such as one matrix per group of features: those of a "
+    "slice would be others"
+)
 NO_ROLE_REASON = "no role is declared for it, nor could one be proposed"
 PAIRED_ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 UNTRACED_REASON = "the trial could not follow its features from colwise to rowwise"
@@ -83,6 +88,7 @@ def unsharded_reasons(
         if unsharded_names:
             reason = (
                 (VALUE_DEPENDENT_REASON if layer.name in layer_uses.value_dependent else "")
+                or (RESHAPED_REASON if layer.name in layer_uses.reshaped else "")
                 or _kind_reason(layer, owner)
                 or _role_reason(layer, roles)
                 or _position_reason(module, layer, roles, called, failed_pairs)
@@ -236,7 +242,7 @@ def find_shardable_layers(
         layer.name: layer.role for layer in shardable_layers if layer.role and layer.source != KNOWN_BY_KIND
     }
     uses = [use.name for use in findings.layer_uses.uses]
-    unplanned = frozenset(findings.layer_uses.value_dependent)
+    unplanned = frozenset(findings.layer_uses.value_dependent | findings.layer_uses.reshaped)
     proposal, numbers, notes = try_splits(
         lambda without: propose_splits(module, findings.feature_flow, declared, uses, without | unplanned)
     )

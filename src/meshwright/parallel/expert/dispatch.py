@@ -95,6 +95,11 @@ class ExpertDispatch:
         self._weights_dtype = getattr(torch, weights_dtype(precision.compute))
         self._module = state.trained_module.module.get_submodule(call.name)
 
+    @property
+    def num_local_experts(self) -> int:
+        """The experts of this rank."""
+        return self._end - self._first
+
     def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what `forward` returns with all experts, for [tokens, features] and their choice."""
         hidden, index, weights = (
@@ -107,7 +112,7 @@ class ExpertDispatch:
             named = {
                 key: next(given) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()
             }
-            with _with_num_experts(self._module, self._end - self._first):
+            with _with_num_experts(self._module, self.num_local_experts):
                 return forward(*positional, **named)
 
         own, away, route = self._find_route(index)
@@ -180,7 +185,7 @@ class ExpertDispatch:
         """Returns the weighted sum of the experts here for each row."""
         if is_fake:
             row = slot = rows.index.new_zeros(
-                rows.index.numel() * (self._end - self._first) // self._call.num_experts
+                rows.index.numel() * self.num_local_experts // self._call.num_experts
             )
         else:
             row, slot = ((rows.index >= self._first) & (rows.index < self._end)).nonzero(as_tuple=True)

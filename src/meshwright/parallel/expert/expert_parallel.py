@@ -28,12 +28,14 @@ on one (token, expert) pair per row, whatever kernel it chooses.
 Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
 host. A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
-(transformers' experts interface, `meshwright.nn.MixtureOfExperts`).
+(transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
+an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank.
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +45,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
+from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
+from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
     INDEX_DTYPE,
@@ -54,7 +58,7 @@ from meshwright.parallel.expert.dispatch import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec, ParamSpec, block_of
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
@@ -80,10 +84,7 @@ class ExpertParallel(Strategy):
         calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
         location = f"strategies.{self.name}"
         if not calls:
-            text = "no module of this model is called as experts are: with rows [tokens, features], and the "
-            text += "index and the weight [tokens, k] of the chosen experts"
-            fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
-            yield Diagnostic(text, fix, location)
+            yield _no_experts(sharding.model_spec, location)
         fewest = min((call.num_experts for call in calls), default=num_ranks)
         if fewest < num_ranks:
             text = f"{num_ranks} ranks along {self.axis}, and a layer has {fewest} experts"
@@ -138,16 +139,17 @@ class ExpertParallel(Strategy):
         if view.plan.mesh.size(self.axis) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axis, call, number, microbatches)
+                dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
+                run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
-                runtime.state.patches.replace_forward(call.name, partial(_dispatched, dispatch, forward))
+                runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))
         return {}
 
     def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         num_samples = samples_per_microbatch(actions, view.plan, job)
         by_block_call: dict[str, list[_Traffic]] = {}
         for number, call in _numbered(view.model_spec.experts_calls):
-            traffic = self._traffic(call, number, view, job, num_samples)
+            traffic = self._traffic(call.routed, number, view, job, num_samples)
             by_block_call.setdefault(call.block_call, []).append(traffic)
 
         def add(action: Action) -> Action:
@@ -182,13 +184,38 @@ class ExpertParallel(Strategy):
 
 
 def _dispatched(
-    dispatch: ExpertDispatch,
+    run: Callable[..., torch.Tensor],
     forward: Callable[..., torch.Tensor],
     module: nn.Module,
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    return dispatch.run(forward, *args, **kwargs)
+    return run(forward, *args, **kwargs)
+
+
+def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
+    by_rows = (each for each in model_spec.params if each.not_shardable_reason == VALUE_DEPENDENT_REASON)
+    lists = Counter(name for name, _ in {_list_and_number(param) for param in by_rows})
+    if lists:
+        name, number = min(lists.items())
+        more = f" (and so in {len(lists) - 1} more blocks)" if len(lists) > 1 else ""
+        text = f"{name} is a list of {number} modules, each called with the tokens that chose it{more}: only "
+        text += "experts whose weights are one parameter [experts, ...] can be distributed"
+        fix = "put mw.nn.MixtureOfExperts in its place, with the weights of the list stacked; or set "
+        fix += "mesh.ep = 1: mesh.dp_shard shards the weights of the list too"
+    else:
+        text = "no module of this model is called as experts are: with rows [tokens, features], and the "
+        text += "index and the weight [tokens, k] of the chosen experts"
+        fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
+    return Diagnostic(text, fix, location)
+
+
+def _list_and_number(param: ParamSpec) -> tuple[str, str]:
+    """Returns the list of modules in its block that a parameter belongs to, and which of them."""
+    block = block_of(param.block_calls[0])
+    parts = param.name.removeprefix(f"{block}.").split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join([block, *parts[:number]]), parts[number]
 
 
 def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:

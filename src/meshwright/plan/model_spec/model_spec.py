@@ -9,6 +9,7 @@ is a parameter of the unmodified model under its first name; the names of tied c
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
@@ -52,10 +53,11 @@ class ParamSpec:
 
     `dtype` differs from the job's for a parameter that is not floating point, and for a frozen one that was
     created in another dtype than the trained ones (a bfloat16 base under float32 adapters); "" means the
-    job's dtype. `is_hidden_matrix`: the matrix of a linear layer between the embedding and the head. `role`
-    is the role of its layer (see `LayerCall`; "" if the layer cannot be sharded), `dim_splits` how its dims
-    may be split without a change of the results, one per side. `not_shardable_reason` says why a parameter
-    without a role cannot be sharded. `declared_role` is the role that the user declared for the layer.
+    job's dtype. `is_hidden_matrix`: the matrix of a linear layer between the embedding and the head, or
+    those of experts, one behind the other along dim 0. `role` is the role of its layer (see `LayerCall`; ""
+    if the layer cannot be sharded), `dim_splits` how its dims may be split without a change of the results,
+    one per side. `not_shardable_reason` says why a parameter without a role cannot be sharded.
+    `declared_role` is the role that the user declared for the layer.
     """
 
     name: str
@@ -167,6 +169,9 @@ class ExpertsCall:
     between the first and the last product of an expert: what ranks compute on such slices adds up. The side
     of a bias that is added behind the last product is OUTPUT_BIAS: each rank adds other elements of it. It is
     empty if no splits are known.
+
+    In the form "dense" it is called with every token for expert 0, then for expert 1, and so on. Rows of
+    zeros make zeros; those of the `top_k` chosen experts are others.
     """
 
     name: str
@@ -180,6 +185,14 @@ class ExpertsCall:
     weights_need_grad: bool = True
     prior_layers: tuple[str, ...] = ()
     inner_splits: tuple[tuple[str, DimSplit], ...] = ()
+    form: Literal["choice", "dense"] = "choice"
+
+    @property
+    def routed(self) -> "ExpertsCall":
+        """The call as ranks route it: in the form "dense", with one expert for each row that is not zeros."""
+        if self.form == "choice":
+            return self
+        return replace(self, num_tokens=self.num_tokens * self.top_k, top_k=1)
 
 
 @dataclass(frozen=True)
