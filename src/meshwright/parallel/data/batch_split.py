@@ -38,7 +38,12 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device_program import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
+from meshwright.plan.step.single_device_program import (
+    BATCH_INFO,
+    FORWARD_KINDS,
+    reduce_totals_along,
+    step_total_nbytes,
+)
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = axes_with("samples")
@@ -76,7 +81,7 @@ class BatchSplit(Strategy):
                 self._gather_along_axis(action) for action in self._insert_gathers(actions, view, job)
             ]
         )
-        return reduce_totals_along(met, self.axis)
+        return reduce_totals_along(met, self.axis, step_total_nbytes(view.plan))
 
     def _insert_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         model_spec, at = view.model_spec, index_of_last(actions, "LOSS")
