@@ -20,6 +20,7 @@ from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
+from meshwright.model.recording.expert_choices import ChoiceRecorder, Choices
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
@@ -55,7 +56,7 @@ class ReferenceStep:
     """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
-    `gradients` those of the last one.
+    `gradients` those of the last one. `choices` are those of the tokens of the batch, by experts.
     """
 
     batch: Batch
@@ -64,6 +65,7 @@ class ReferenceStep:
     gradients: TensorsByName
     parameters: TensorsByName
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     optimizer = _plain_sgd(plan.job, subject)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     samples = parity_case.batch_reader(plan, 0)
+    recorder = ChoiceRecorder(lambda: len(reference.steps))
+    if replay is None:
+        recorder.attach(subject.module, {call.name for call in plan.model_spec.experts_calls})
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
@@ -116,7 +121,12 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         if parity_case.loss.count(batch) > 0:  # a step in which nothing counts changes nothing
             optimizer.step()
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, parameters_after))
+        num_samples = len(next(iter(batch.values())))
+        choices = {layer: each.of_samples(num_samples) for (layer, _), each in recorder.found.items()}
+        recorder.found.clear()
+        values = (loss.item(), norm.item(), gradients, parameters_after)
+        reference.steps.append(ReferenceStep(batch, *values, choices=choices))
+    recorder.detach()
     return reference
 
 
