@@ -5,5 +5,6 @@ routing_loops      the algorithms of the papers, token by token
 mixtral_steps      training steps of a Mixtral on several ranks: ours and that of transformers
 expert_vs_peers    seconds and bytes of a step, against transformers' expert parallelism
 expert_bytes       bytes between ranks: the law, the ledger, and transformers
+expert_resume      checkpoints cross from plan to plan and back, bit by bit
 expert_parity      mixtures of experts of transformers under many plans equal one device
 """
