@@ -6,9 +6,7 @@ optimizer, 2 and 4 processes.
                  above the imports. The resident share of a heap differs from process to process, so the
                  processes of each side are started several times, in turn
 
-DeepSpeed is installed in an environment of its own, which the first run makes (benchmarks/scratch: the
-packages of this one, and DeepSpeed), because the library does not depend on it. CPU seconds of all ranks
-decide the time; a second DeepSpeed is the twin.
+CPU seconds of all ranks decide the time; a second DeepSpeed is the twin.
 
     python -m benchmarks.data_parallel.zero_vs_deepspeed                about fifteen minutes
     python -m benchmarks.data_parallel.zero_vs_deepspeed --unresolved   measures only rows whose A/A was too
@@ -16,22 +14,18 @@ decide the time; a second DeepSpeed is the twin.
     python -m benchmarks.data_parallel.zero_vs_deepspeed --quick        a few rounds of each; writes nothing
 """
 
-import os
-import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.deepspeed_environment import DEEPSPEED_VERSION, ensure_deepspeed
 from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure, overall
 from benchmarks.harness.rank_processes import Build, Ranks
-from benchmarks.harness.result import ROOT, Result, stored, unresolved
+from benchmarks.harness.result import Result, stored, unresolved
 from benchmarks.models.llama_steps import HEAVY, deepspeed_zero, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_deepspeed"
@@ -39,7 +33,6 @@ CLAIM = (
     "over gloo, fp32, 2 and 4 processes, small step: stage 3 costs at most 0.67 x DeepSpeed's; "
     "peak resident bytes of the large step at stages 2 and 3 are below DeepSpeed's and FSDP2's"
 )
-VERSION = "0.19.8"
 BAR = 0.67
 WINDOW, QUICK = Window(40, 120, 180, warmup=3), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 STEPS, WARMUP, STARTS = 5, 2, 3
@@ -111,15 +104,7 @@ def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[flo
 def main() -> None:
     """Measure and write the result."""
     quick = "--quick" in sys.argv[1:]
-    if find_spec("deepspeed") is None:
-        sys.exit(
-            subprocess.run(
-                [_environment(), "-m", f"benchmarks.data_parallel.{NAME}", *sys.argv[1:]],
-                cwd=ROOT,
-                check=False,
-            ).returncode
-        )
-    os.environ.update(DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
+    ensure_deepspeed(f"benchmarks.data_parallel.{NAME}")
     previous = stored(NAME) if "--unresolved" in sys.argv[1:] else None
     memory = {} if previous is None else previous["detail"]["peak MiB"]
     for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if previous is None else ():
@@ -151,28 +136,13 @@ def main() -> None:
         result = Result.of_comparisons(NAME, CLAIM, found)
         if previous is not None:
             result = result.merge_previous(previous)
-        detail = {**result.detail, "peak MiB": memory, "DeepSpeed": VERSION}
+        detail = {**result.detail, "peak MiB": memory, "DeepSpeed": DEEPSPEED_VERSION}
         print(replace(result, holds=overall([result.holds, smaller]), detail=detail).write(NAME))
 
 
 def row_name(ranks: int) -> str:
     """Returns the name of a row of the result."""
     return f"stage 3 / DeepSpeed, small, {ranks} ranks"
-
-
-def _environment() -> str:
-    """Returns the Python of the environment with DeepSpeed, which is made if it does not exist."""
-    folder = ROOT / "benchmarks" / "scratch" / "deepspeed"
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        print_purelib = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        packages = Path(subprocess.check_output(print_purelib, text=True).strip())
-        (packages / "meshwright.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
-        install = [python, "-m", "pip", "install", "-q", f"deepspeed=={VERSION}"]
-        subprocess.run(install, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
-        (folder / "ready").touch()
-    return str(python)
 
 
 def _kib(field: str) -> int:

@@ -6,5 +6,7 @@ mixtral_steps      training steps of a Mixtral on several ranks: ours and that o
 expert_vs_peers    seconds and bytes of a step, against transformers' expert parallelism
 expert_bytes       bytes between ranks: the law, the ledger, and transformers
 expert_resume      checkpoints cross from plan to plan and back, bit by bit
+layer_steps        forward and backward of one layer: ours, transformers' and DeepSpeed's
+expert_layer_vs_peers   their seconds
 expert_parity      mixtures of experts of transformers under many plans equal one device
 """

@@ -18,17 +18,19 @@ from transformers.distributed.expert_parallel import AllToAllEP
 
 from benchmarks.models.llama_steps import join
 from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.collectives.group import World
+from meshwright.comm.current_world import current_world
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.trainer import Trainer
 
 Step = Callable[[], dict[str, float]]
-VOCABULARY, SEQUENCE, SAMPLES_PER_RANK, WIDTH = 256, 256, 2, 256
+VOCABULARY, SEQUENCE, SAMPLES_PER_RANK, WIDTH, NUM_EXPERTS = 256, 256, 2, 256, 64
 LEARNING_RATE = 1e-3
 
 
-def model() -> nn.Module:
+def model(num_experts: int = NUM_EXPERTS) -> nn.Module:
     """Returns the model with transformers' own initial values."""
     config = transformers.MixtralConfig(
         vocab_size=VOCABULARY,
@@ -37,7 +39,7 @@ def model() -> nn.Module:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        num_local_experts=64,
+        num_local_experts=num_experts,
         num_experts_per_tok=8,
         use_cache=False,
     )
@@ -60,12 +62,7 @@ def join_and_parallelize(
     torch.set_num_threads(1)
     world = TorchWorld(Mesh(ep=size), rank, "cpu", shared_memory=False)
     num_samples = SAMPLES_PER_RANK * size
-    analyzed = analyze(model(), batch(0, num_samples))
-    job = Job(
-        train=TrainConfig(batch=num_samples, clip=0.0),
-        optimizer=OptimizerConfig("sgd", lr=LEARNING_RATE, weight_decay=0.0),
-    )
-    engine = parallelize(analyzed, make_plan(analyzed, job, world.mesh), world=world)
+    engine = _engine(NUM_EXPERTS, num_samples, world)
     world.ledger.is_recording = True
     number = iter(range(1 << 30))
     return engine, lambda: batch(next(number), num_samples)
@@ -85,6 +82,27 @@ def ours(rank: int, size: int, store: str) -> Step:
         return {"loss": loss, "exchanged": exchanged}
 
     return step
+
+
+def alone(rank: int, size: int, store: str) -> Step:
+    """Returns the step of a rank that sends nothing: the samples and the number of experts of one of ours."""
+    torch.set_num_threads(1)
+    engine = _engine(NUM_EXPERTS // size, SAMPLES_PER_RANK, current_world(Mesh()))
+    number = iter(range(1 << 30))
+
+    def step() -> dict[str, float]:
+        return {"loss": engine.step(engine.local_batch(batch(next(number), SAMPLES_PER_RANK))).loss}
+
+    return step
+
+
+def _engine(num_experts: int, num_samples: int, world: World) -> Trainer:
+    analyzed = analyze(model(num_experts), batch(0, num_samples))
+    job = Job(
+        train=TrainConfig(batch=num_samples, clip=0.0),
+        optimizer=OptimizerConfig("sgd", lr=LEARNING_RATE, weight_decay=0.0),
+    )
+    return parallelize(analyzed, make_plan(analyzed, job, world.mesh), world=world)
 
 
 def peer(rank: int, size: int, store: str) -> Step:

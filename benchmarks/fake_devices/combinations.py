@@ -194,9 +194,11 @@ def _tensor_parallel() -> Iterator[tuple[str, Layout]]:
 
 def _context_parallel() -> Iterator[tuple[str, Layout]]:
     three, over_tokens = Mesh(cp=3), DDP("cp")
-    for balance in ("zigzag", "contiguous", "striped"):
+    for balance in ("zigzag", "striped"):
         yield f"ring, {balance}", Layout(three, (RingAttention(load_balance=balance), over_tokens))
-    yield "ulysses", Layout(three, (Ulysses(), over_tokens))
+    biased = RingAttention(load_balance="contiguous")
+    yield "ring, contiguous", Layout(three, (biased, over_tokens), "t5")  # learned biases
+    yield "ulysses", Layout(Mesh(cp=2), (Ulysses(), over_tokens), "llama")  # 3 key heads
     yield (
         "hybrid context parallel",
         Layout(Mesh(cp=4), (HybridContextParallel(ulysses_degree=2), over_tokens)),

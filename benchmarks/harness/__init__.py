@@ -2,6 +2,7 @@
 
 case_store          stores the finished cases of a long benchmark, so that a later run continues there
 cuda_guard          runs Python with a CUDA device that does nothing, in a CPU build of torch
+deepspeed_environment   runs a benchmark where DeepSpeed is installed
 fake_device         a CUDA device without values, which counts what is asked of it
 interleaved_timing  times configurations in turn and judges ratios within a round
 live_bytes          bytes of all live tensors that Python can reach, during a step

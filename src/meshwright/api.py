@@ -123,10 +123,13 @@ def make_plan(
     strategies: Iterable[Strategy] | None = None,
     micro_batch: int = 0,
     run: RunConfig | None = None,
+    align_bytes: int = 0,
 ) -> Plan:
     """Returns the plan for this model, job and mesh; without `strategies`, with `default_strategies`.
 
-    `job` need not name the model and the data. Raises PlanError with every diagnostic.
+    `job` need not name the model and the data. Buffers begin parameters and shards at multiples of
+    `align_bytes`; 0: what the device needs, 128 on accelerators (`run.hardware`, or that of this host) and
+    none on CPUs. Raises PlanError with every diagnostic.
     """
     _check_type("analyzed", analyzed, AnalyzedModel, "analyzed = mw.analyze(model, batch)")
     _check_type("job", job, Job, "mw.Job(train=mw.TrainConfig(steps=100, batch=8))")
@@ -139,7 +142,7 @@ def make_plan(
     for strategy in strategies or ():
         _check_type("strategies", strategy, Strategy, listed)
     chosen = default_strategies(mesh, analyzed.model_spec) if strategies is None else strategies
-    return plan_for_model(analyzed, job, mesh, chosen, micro_batch, run)
+    return plan_for_model(analyzed, job, mesh, chosen, micro_batch, run, align_bytes=align_bytes)
 
 
 def _check_type(name: str, value: object, needed: type, example: str) -> None:

@@ -138,7 +138,16 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
         ]
     for mesh, model_spec, (message, strategies, micro_batch) in tried:
         try:
-            other = Plan.make(plan.job, mesh, model_spec, strategies, micro_batch, plan.run, found=())
+            other = Plan.make(
+                plan.job,
+                mesh,
+                model_spec,
+                strategies,
+                micro_batch,
+                plan.run,
+                found=(),
+                align_bytes=plan.align_bytes,
+            )
             check_plan_for_model(other, analyzed)
         except PlanError:  # this strategy does not work with this model or job
             continue

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from meshwright.api import default_strategies
-from meshwright.device.local_device import num_accelerators
+from meshwright.device.local_device import target_platform
+from meshwright.device.platforms import CPU
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
@@ -31,7 +32,6 @@ from meshwright.model.loss.loss_definition import Loss, empty_loss_error
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
-from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import (
@@ -267,9 +267,16 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
-    notes = [*notes, *job.precision.notes(), *_tensor_core_notes(request), *opened.notes]
+    notes = [*notes, *job.precision.notes(), *_accelerator_notes(request), *opened.notes]
     plan = plan_for_model(
-        analyzed, job, mesh, strategies, request.micro_batch, request.run, request.job_diagnostics
+        analyzed,
+        job,
+        mesh,
+        strategies,
+        request.micro_batch,
+        request.run,
+        request.job_diagnostics,
+        request.align_bytes,
     )
     notes = [*notes, *uneven_split_notes(plan.sharding)]
     made_from = request.extra.get("plan_hash", plan.hash)
@@ -295,11 +302,16 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
     )
 
 
-def _tensor_core_notes(request: PlanRequest) -> Iterator[str]:
+def _accelerator_notes(request: PlanRequest) -> Iterator[str]:
     """Yields what would be faster on the device of the plan: `run.hardware`, or that of this host."""
-    named = find_device(request.run.hardware)
-    is_gpu = num_accelerators() > 0 if named is None else True
-    if is_gpu and request.job.precision.leaves_tensor_cores_idle:
+    if target_platform(request.run.hardware) == CPU:
+        return
+    if request.align_bytes == 1:
+        yield (
+            "parameters and shards lie in buffers without padding, which slows a GPU where sizes are odd; "
+            "set align_bytes = 128"
+        )
+    if request.job.precision.leaves_tensor_cores_idle:
         yield (
             f"matrix products are in {request.job.precision.compute}, without tensor cores: about a tenth of "
             'the speed of a GPU in bfloat16; set precision.compute = "bfloat16", or precision.tf32 = true'

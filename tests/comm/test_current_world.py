@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from meshwright.comm import current_world as module
 from meshwright.comm.current_world import current_world
+from meshwright.device import local_device
+from meshwright.device.platforms import CUDA
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.device.fake_accelerator import fake_accelerator
@@ -110,6 +112,19 @@ def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):
     initialized(monkeypatch, NCCL, 1)
     with pytest.raises(PlanError, match=r'cpu needs gloo, and torch sees no GPU\n.*process_group\("gloo"\)'):
         current_world(Mesh(dp_shard=8))
+
+
+def test_a_group_for_gpus_that_are_not_seen_does_not_train_on_the_cpu_unasked(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+):
+    fake_accelerator(monkeypatch, count=0)
+    monkeypatch.setattr(local_device, "unseen_platform", lambda: CUDA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    initialized(monkeypatch, BOTH, 1)
+    with pytest.raises(PlanError, match=r"torch sees none \(CUDA_VISIBLE_DEVICES names 9\)"):
+        current_world(Mesh(dp_shard=8))
+    initialized(monkeypatch, GLOO, 1)
+    assert current_world(Mesh(dp_shard=8)) == torch.device("cpu")
 
 
 def test_a_process_of_torchrun_that_initialized_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import BACKEND_TIMEOUT_MARGIN_S, TorchWorld, init_world
 from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.job.timeouts import WaitLimits
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
 
 
@@ -93,6 +93,34 @@ def closed_twice(world: World) -> bool:
 
 def test_closing_twice_does_nothing_more(process_pool: ProcessPool) -> None:
     assert process_pool.run(closed_twice, Mesh(dp_shard=2, tp=2)) == [True] * 4
+
+
+def destroyed_early(world: World) -> list[str]:
+    """What a world says whose program destroys its process groups; that of the pool needs none."""
+    world.group(AXES).barrier()
+    mine, said = TorchWorld(world.mesh, world.rank, "cpu", shared_memory=False), list[str]()
+    group = mine.group(AXES)
+    group.barrier()
+    dist.destroy_process_group()
+    for ask in (
+        lambda: group.all_reduce(torch.ones(3)),
+        lambda: group.all_reduce(torch.ones(3), algorithm="ring"),
+        lambda: mine.group(["dp_shard"]),
+    ):
+        with pytest.raises(PlanError) as refused:
+            ask()
+        said.append(str(refused.value))
+    mine.close()
+    return said
+
+
+def test_process_groups_that_are_destroyed_before_the_last_message_are_named(
+    process_pool: ProcessPool,
+) -> None:
+    for said in process_pool.run(destroyed_early, Mesh(dp_shard=2)):
+        for text in said:
+            assert "destroy_process_group() was called, and ranks still have messages to send" in text
+            assert "behind trainer.close()" in text
 
 
 def whole_mesh(world: World) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.plan import resolve_config, write_plan
+from meshwright.commands.plan import read_config, resolve, resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
@@ -101,6 +101,26 @@ def test_a_config_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch)
     (request, _) = resolve_config(config, [], None)
     tables = [*vars(request.job), "run"]
     assert runs == [*tables, *(check.__name__ for check in checks)]
+
+
+def test_the_plan_of_a_gpu_is_aligned_and_its_file_stays_so_on_a_cpu(tmp_path: Path):
+    config = lay_out(tmp_path, mesh={"dp_replicate": 3})
+    assert resolve_config(config, [], None)[1].plan.align_bytes == 1
+    resolved = resolve(read_config(config, [], "h100", ""), None)
+    write_plan(resolved, tmp_path / "plan.toml")
+    again, ready = resolve_config(tmp_path / "plan.toml", [], None)
+    assert (again, ready.plan.align_bytes, ready.plan.hash) == (resolved[0], 128, resolved[1].plan.hash)
+    assert ready.plan == resolved[1].plan
+
+
+def test_a_plan_file_without_an_alignment_has_none_and_a_gpu_is_told(tmp_path: Path):
+    config = lay_out(tmp_path, mesh={"dp_replicate": 3})
+    write_plan(resolve_config(config, [], None), tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    (tmp_path / "plan.toml").write_text(text.replace("align_bytes = 1\n", ""))
+    ready = resolve_config(tmp_path / "plan.toml", ["--run.hardware", "h100"], None)[1]
+    assert ready.plan.align_bytes == 1
+    assert [note for note in ready.notes if "set align_bytes = 128" in note]
 
 
 @pytest.mark.parametrize(

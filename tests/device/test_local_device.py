@@ -2,10 +2,13 @@
 
 import logging
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from meshwright.device import local_device
 from meshwright.device.local_device import (
     backend_version,
     device_diagnostics,
@@ -17,6 +20,8 @@ from meshwright.device.local_device import (
     num_accelerators,
     own_device,
     platform_of,
+    target_platform,
+    unseen_platform,
     use_device,
 )
 from meshwright.device.platforms import CPU, CUDA, MPS, ROCM, XPU, Platform
@@ -32,6 +37,14 @@ def test_a_process_trains_on_the_accelerator_that_it_sees(
     assert (local_platform(), num_accelerators(), own_device()) == (platform, 4, torch.device(device_type, 2))
 
 
+def test_a_plan_is_for_the_accelerator_that_it_names_or_for_what_this_host_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert (target_platform(""), target_platform("a laptop"), target_platform("h100")) == (CPU, CPU, CUDA)
+    fake_accelerator(monkeypatch, "xpu")
+    assert (target_platform(""), target_platform("h100")) == (XPU, CUDA)
+
+
 def test_amd_gpus_have_the_type_of_cuda_and_variables_of_their_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     fake_accelerator(monkeypatch)
@@ -44,6 +57,7 @@ def test_amd_gpus_have_the_type_of_cuda_and_variables_of_their_own(monkeypatch: 
 def test_without_an_accelerator_it_trains_on_the_cpu_and_says_so_if_torch_was_built_for_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    monkeypatch.setattr(local_device, "unseen_platform", lambda: None)
     assert (own_device(), num_accelerators(), device_of_rank(7, every_visible=True)) == (
         torch.device("cpu"),
         0,
@@ -55,6 +69,58 @@ def test_without_an_accelerator_it_trains_on_the_cpu_and_says_so_if_torch_was_bu
     assert device_of_rank(0, every_visible=True) == torch.device("cpu")
     said = "training on the CPU: this torch is for CUDA and sees none (CUDA_VISIBLE_DEVICES may hide it)"
     assert [record.message for record in caplog.records] == [said] * 2
+
+
+def test_devices_that_torch_does_not_see_are_known_by_their_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    file = tmp_path / "device0"
+    monkeypatch.setattr(local_device, "PLATFORMS", (CPU, replace(CUDA, device_file=str(file))))
+    fake_accelerator(monkeypatch, count=0)
+    assert unseen_platform() is None
+    file.touch()
+    assert unseen_platform() is local_device.PLATFORMS[1]
+    fake_accelerator(monkeypatch, count=1)
+    assert unseen_platform() is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "given"), [("9,10", r" \(CUDA_VISIBLE_DEVICES names 9, 10\)"), (None, "")], ids=str
+)
+def test_a_host_whose_gpus_are_not_seen_does_not_train_on_the_cpu_unasked(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, given: str
+):
+    fake_accelerator(monkeypatch, count=0)
+    monkeypatch.setattr(local_device, "unseen_platform", lambda: CUDA)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    said = rf"devices of CUDA \(/dev/nvidia0\), and torch sees none{given}\n.*name devices that exist"
+    for choose in (own_device, lambda: device_of_rank(1, every_visible=True)):
+        with pytest.raises(PlanError, match=said) as refused:
+            choose()
+        assert "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU" in str(refused.value)
+
+
+@pytest.mark.parametrize("variable", ["", "-1"])
+def test_hidden_on_purpose_they_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str
+):
+    fake_accelerator(monkeypatch, count=0)
+    monkeypatch.setattr(local_device, "unseen_platform", lambda: CUDA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert own_device() == torch.device("cpu")
+    assert "training on the CPU: this torch is for CUDA and sees none" in caplog.text
+
+
+def test_a_torch_for_cpus_on_a_host_with_gpus_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(local_device, "unseen_platform", lambda: CUDA)
+    assert own_device() == torch.device("cpu")
+    assert "this torch is for CPUs alone, and the host has CUDA" in caplog.text
 
 
 def test_an_accelerator_of_another_kind_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -152,6 +152,7 @@ def test_the_hash_changes_with_every_field_of_the_job(key: str):
     [
         plan(mesh=Mesh(dp_replicate=2)),
         plan(micro_batch=2),
+        Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, align_bytes=128),
         plan(strategies=(BatchSplit(), NaiveDDP())),
         plan(strategies=(BatchSplit(), DDP(bucket_mb=1.0))),
         replace(plan(), strategies=(BatchSplit(), DDP(algorithm="ring"))),
@@ -159,7 +160,17 @@ def test_the_hash_changes_with_every_field_of_the_job(key: str):
         Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(numel=7).model_spec, PAIR),
         Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(tied=True).model_spec, PAIR),
     ],
-    ids=["mesh", "micro_batch", "strategy", "field of a strategy", "algorithm", "blocks", "shapes", "ties"],
+    ids=[
+        "mesh",
+        "micro_batch",
+        "alignment",
+        "strategy",
+        "field of a strategy",
+        "algorithm",
+        "blocks",
+        "shapes",
+        "ties",
+    ],
 )
 def test_the_hash_changes_with_every_other_choice(other: Plan):
     assert other.hash != plan().hash
@@ -168,6 +179,19 @@ def test_the_hash_changes_with_every_other_choice(other: Plan):
 def test_the_hash_covers_the_users_of_a_parameter_because_they_decide_its_bucket():
     params = (replace(MODEL.params[0], block_calls=("layer0", "layer1")), *MODEL.params[1:])
     assert Plan.make(JOB, Mesh(dp_replicate=3), replace(MODEL, params=params), PAIR).hash != plan().hash
+
+
+@pytest.mark.parametrize("align_bytes", [0, 96, -128])
+def test_an_alignment_is_a_power_of_two(align_bytes: int):
+    with pytest.raises(PlanError, match=r"align_bytes: .* not a power of two\n *repair: write 128"):
+        Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, align_bytes=align_bytes)
+
+
+@pytest.mark.parametrize(("dtype", "numel"), [("bfloat16", 64), ("float32", 32)])
+def test_128_bytes_are_as_many_elements_as_the_narrowest_dtype_needs(dtype: str, numel: int):
+    job = replace(JOB, precision=PrecisionConfig(dtype, dtype, master="float32"))
+    aligned = Plan.make(job, Mesh(dp_replicate=3), MODEL, PAIR, align_bytes=128)
+    assert aligned.sharding.align_numel == numel
 
 
 def test_equal_plans_have_equal_hashes():

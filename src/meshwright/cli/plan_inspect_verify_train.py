@@ -63,12 +63,11 @@ def plan(
     with exit_on_error(context):
         _refuse_search_args(config, context.args)
         command = import_command("plan")
+        request = command.read_config(config, context.args, hardware, cluster)
         if devices is None:
-            resolved = command.resolve_config(config, context.args, None, needs_data=False)
+            resolved = command.resolve(request, None, needs_data=False)
         else:
-            resolve = import_command("search.plan_for_devices").resolve_for_devices
-            resolved = resolve(config, context.args, devices, hardware, cluster)
-        resolved = command.with_hardware(resolved, hardware, cluster)
+            resolved = import_command("search.plan_for_devices").resolve_for_devices(request, devices)
         prediction = command.predict_step(resolved)
         console.print(command.resolved_view(resolved, prediction, actions=actions))
         if as_json is not None:

@@ -58,7 +58,8 @@ def _device_of_default_group() -> torch.device:
     backends, platform = _backend_by_type(), local_platform()
     if platform == CPU or backends.get(platform.type) != platform.backend:
         # gloo for all types of device: its user wants the CPU
-        return _checked_device(torch.device(CPU.type))
+        wants_cpu = set(backends.values()) == {CPU.backend}
+        return _checked_device(torch.device(CPU.type) if wants_cpu or platform != CPU else own_device())
     default_group, visible = dist.group.WORLD, num_accelerators()
     if default_group is not None and default_group.bound_device_id is not None:
         return default_group.bound_device_id

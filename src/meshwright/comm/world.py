@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.backends.process_group import TorchGroup
+from meshwright.comm.backends.process_group import TorchGroup, check_not_destroyed
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
 from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.comm.collectives.ledger import Ledger
@@ -116,6 +116,7 @@ class TorchWorld(World):
         along = ordered_axes(self.mesh, tuple(axes))
         key = along, tuple(member_indices)
         if key not in self._groups:
+            check_not_destroyed()
             ranks = member_ranks(self.mesh.peers(self.rank, along), member_indices, self.rank)
             joined = self._create_process_group(key)
             if joined is None:
@@ -133,7 +134,7 @@ class TorchWorld(World):
         Collectives in flight never complete.
         """
         self.watchdog.announce_exit(error)
-        if dist.get_backend() != "gloo":
+        if dist.is_initialized() and dist.get_backend() != "gloo":
             # NCCL's destroy waits for collectives that never end: say what happened first, and break them off
             logger.error("rank %d has failed", self.rank, exc_info=error)
             dist.distributed_c10d._abort_process_group()
@@ -153,7 +154,7 @@ class TorchWorld(World):
                 group.close()
         while self._process_groups:
             process_group = self._process_groups.popitem()[1]
-            if process_group is not None:
+            if process_group is not None and dist.is_initialized():  # or the program has destroyed it
                 dist.destroy_process_group(process_group)
         self._groups.clear()
 

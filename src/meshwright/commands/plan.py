@@ -56,6 +56,7 @@ def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest
         job=replace(request.job, model=plan.job.model, data=plan.job.data),
         mesh=plan.mesh.as_dict(),
         micro_batch=plan.micro_batch,
+        align_bytes=plan.align_bytes,
         strategies=plan.strategies,
         cluster="",
         extra={"plan_hash": plan.hash, "meshwright": meshwright.__version__},
@@ -63,21 +64,21 @@ def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest
     return resolved, ready
 
 
-def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> ResolvedRequest:
-    """Returns `resolved` with this hardware and cluster for predictions (paths relative to the current
+def read_config(config: Path, overrides: Sequence[str], hardware: str, cluster: str) -> PlanRequest:
+    """Returns the request of the file `config` for this hardware and cluster (paths relative to the current
     folder); "" keeps the config's.
 
     The links of a known kind of device are known, so the links that the config names, of another machine,
     are dropped.
     """
-    request, ready = resolved
+    request = read_request(config, overrides, STRATEGIES)
     known = request.run.cluster if not hardware or is_hardware_file(hardware) else ""
     run = replace(
         request.run,
         hardware=_make_absolute(hardware) or request.run.hardware,
         cluster=_make_absolute(cluster) or known,
     )
-    return replace(request, run=run), replace(ready, plan=replace(ready.plan, run=run))
+    return replace(request, run=run)
 
 
 def _make_absolute(word: str) -> str:

@@ -1,20 +1,24 @@
 """The devices of this process: which one trains, its number, its name, and what it cannot do.
 
-A process trains on the accelerator that torch was built for, if it sees one, and else on the CPU.
+A process trains on the accelerator that torch was built for, if it sees one. If it sees none, it trains on
+the CPU; on a host that has some only if its user has hidden them on purpose, by an empty variable.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
 from meshwright.device.device_memory import free_and_total_nbytes
 from meshwright.device.platforms import CPU, CUDA, PLATFORMS, ROCM, XPU, Platform
+from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 
 logger = logging.getLogger(__name__)
 
 BUSY_WORDS = ("busy or unavailable", "exclusive process", "prohibited")  # of drivers, where a mode forbids it
+MAX_NAMED = 64  # devices that torch names if no variable does
 
 
 def is_cpu_build() -> bool:
@@ -46,13 +50,31 @@ def platform_of(device: torch.device) -> Platform:
     return ROCM if found[0] == CUDA and torch.version.hip is not None else found[0]
 
 
+def target_platform(hardware: str) -> Platform:
+    """Returns the platform of the devices that a plan is for: of the known accelerator `hardware`, else that
+    of this process.
+    """
+    return local_platform() if find_device(hardware) is None else CUDA
+
+
+def unseen_platform() -> Platform | None:
+    """Returns the platform of devices that this host has, and of which torch sees none."""
+    if torch.accelerator.is_available():
+        return None
+    found = (each for each in PLATFORMS if each.device_file and Path(each.device_file).exists())
+    return next(found, None)
+
+
 def num_accelerators() -> int:
     """Returns how many devices this process sees besides the CPU."""
     return torch.accelerator.device_count() if local_platform() != CPU else 0
 
 
 def own_device() -> torch.device:
-    """Returns the device of a process without peers: the current one of its accelerator, else the CPU."""
+    """Returns the device of a process without peers: the current one of its accelerator, else the CPU.
+
+    Raises PlanError where torch sees none of the devices of the host, unless they are all hidden on purpose.
+    """
     platform = local_platform()
     if platform != CPU:
         return torch.device(platform.type, torch.accelerator.current_device_index())
@@ -60,12 +82,29 @@ def own_device() -> torch.device:
 
 
 def _cpu() -> torch.device:
-    built_for = torch.accelerator.current_accelerator()
+    built_for, unseen = torch.accelerator.current_accelerator(), unseen_platform()
     if built_for is not None:
         platform = platform_of(built_for)
+        if platform == unseen:
+            _check_hidden_on_purpose(platform)
         hidden = f" ({platform.visible_variables[0]} may hide it)" if platform.visible_variables else ""
         logger.warning("training on the CPU: this torch is for %s and sees none%s", platform.name, hidden)
+    elif unseen is not None:
+        logger.warning("training on the CPU: this torch is for CPUs alone, and the host has %s", unseen.name)
     return torch.device(CPU.type)
+
+
+def _check_hidden_on_purpose(platform: Platform) -> None:
+    named, variable = torch.cuda._parse_visible_devices(), platform.visible_variables[0]
+    if not named:  # the variable is empty, or -1
+        return
+    given = f" ({variable} names {', '.join(map(str, named))})" if len(named) < MAX_NAMED else ""
+    raise PlanError(
+        f"this host has devices of {platform.name} ({platform.device_file}), and torch sees none{given}",
+        fix=f"name devices that exist in {variable}, or unset it; install a torch that fits the driver "
+        f"(meshwright doctor){hide_fix(platform)}",
+        location="environment",
+    )
 
 
 def device_of_rank(local_rank: int, *, every_visible: bool) -> torch.device:

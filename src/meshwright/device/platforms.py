@@ -21,15 +21,18 @@ class Platform:
     name torch calls a `library`; None: their ranks cannot communicate.
 
     `visible_variables` choose the devices that a process sees; the first hides all if it is empty.
+    A host has `device_file` if it has such devices and their driver ("": no file tells).
     `blocking_variables` make the host wait for each kernel, `interface_variable` names the network interface
     of the backend, and `sum_variables` make it add in the same order each time. With `can_split` a
-    communicator can be split; with `can_pin_memory` copies from the host can be asynchronous.
+    communicator can be split; with `can_pin_memory` copies from the host can be asynchronous. Kernels and
+    backend are fastest where tensors begin at multiples of `align_bytes`.
     """
 
     name: str
     type: str
     backend: str | None
     library: str
+    device_file: str = ""
     visible_variables: tuple[str, ...] = ()
     blocking_variables: tuple[str, ...] = ()
     interface_variable: str = ""
@@ -37,14 +40,18 @@ class Platform:
     can_split: bool = False
     can_pin_memory: bool = True
     has_float64: bool = True
+    align_bytes: int = 128
 
 
-CPU = Platform("CPU", "cpu", "gloo", "gloo", interface_variable="GLOO_SOCKET_IFNAME", can_pin_memory=False)
+CPU = Platform(
+    "CPU", "cpu", "gloo", "gloo", interface_variable="GLOO_SOCKET_IFNAME", can_pin_memory=False, align_bytes=1
+)
 CUDA = Platform(
     "CUDA",
     "cuda",
     "nccl",
     "NCCL",
+    "/dev/nvidia0",
     visible_variables=("CUDA_VISIBLE_DEVICES",),
     blocking_variables=("CUDA_LAUNCH_BLOCKING",),
     interface_variable="NCCL_SOCKET_IFNAME",
@@ -56,6 +63,7 @@ ROCM = Platform(
     "cuda",
     "nccl",
     "RCCL",
+    "/dev/kfd",
     visible_variables=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     blocking_variables=("HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL", "CUDA_LAUNCH_BLOCKING"),
     interface_variable="NCCL_SOCKET_IFNAME",

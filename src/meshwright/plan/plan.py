@@ -14,7 +14,7 @@ from typing import Any, final
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job, OptimizerConfig
-from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
@@ -25,6 +25,7 @@ from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_s
 from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
+    alignment_diagnostics,
     batch_diagnostics,
     batch_statistic_diagnostics,
     global_batch_diagnostics,
@@ -51,6 +52,7 @@ class Plan:
     sharding: ShardingPlan
     program: Program
     file_digests: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, of the files that it names
+    align_bytes: int = 1  # buffers begin each parameter and shard at a multiple of it
 
     @staticmethod
     def make(
@@ -63,17 +65,21 @@ class Plan:
         *,
         found: Iterable[Diagnostic] | None = None,
         alignment_optimizer: OptimizerConfig | None = None,
+        align_bytes: int = 1,
     ) -> "Plan":
         """Returns the plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes
         the whole local batch.
 
         Shards are aligned for the job's optimizer, or for `alignment_optimizer` (a comparison updates with
-        another one). `found` are the diagnostics of job and run, if they were checked already. Raises
-        PlanError with these and every diagnostic of the mesh, the batch and the strategies.
+        another one). In a buffer of several parameters each, and each shard, begins at a multiple of
+        `align_bytes` bytes; 1: without padding. `found` are the diagnostics of job and run, if they were
+        checked already. Raises PlanError with these and every diagnostic of the mesh, the batch and the
+        strategies.
         """
         run = run or RunConfig()
         diagnostics = [*(job.diagnostics(run) if found is None else found)]
         ordered = sort_by_phase(strategies)
+        diagnostics += alignment_diagnostics(align_bytes)
         sharding = ShardingPlan.one_device(mesh, model_spec)
         alignment_optimizer = alignment_optimizer or job.optimizer
         sharding = sharding.map_param_shardings(
@@ -104,6 +110,7 @@ class Plan:
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
         raise_diagnostics(diagnostics)
         micro_batch = micro_batch or job.train.batch // mesh.group_size(sharding.data_axes)
+        sharding = replace(sharding, align_numel=_align_numel(align_bytes, job, model_spec))
         file_digests = tuple(strategy.file_digests() for strategy in ordered)
         return Plan(
             job,
@@ -114,6 +121,7 @@ class Plan:
             sharding,
             _all_roles(job, sharding, ordered, micro_batch),
             file_digests,
+            align_bytes,
         )
 
     def for_rank(self, rank: int) -> "RankPlan":
@@ -274,6 +282,7 @@ class Plan:
             "job": asdict(self.job),
             "mesh": self.mesh.as_dict(),
             "micro_batch": self.micro_batch,
+            **({"align_bytes": self.align_bytes} if self.align_bytes > 1 else {}),
             "strategies": [
                 {**strategy.as_dict(), **dict(more)}
                 for strategy, more in zip(self.strategies, self.file_digests, strict=True)
@@ -331,6 +340,14 @@ class RankPlan(Plan):
             raise_diagnostics(state_diagnostics(name, specs, self.view))
             found |= {name: specs} if specs else {}
         return found
+
+
+def _align_numel(align_bytes: int, job: Job, model_spec: ModelSpec) -> int:
+    """Returns of how many elements a multiple begins at a multiple of `align_bytes`, in every dtype."""
+    roles = job.precision.roles
+    sizes = [FLOAT_NBYTES[roles[role]] for role in ("parameters", "master", "gradients", "reduce")]
+    sizes += [param.itemsize(job.precision.parameters) for param in model_spec.params]
+    return max(1, align_bytes // min(filter(None, sizes)))  # 0: of an unknown dtype
 
 
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:

@@ -217,6 +217,13 @@ def batch_statistic_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: i
         yield Diagnostic(text, fix, "loss")
 
 
+def alignment_diagnostics(align_bytes: int) -> Iterator[Diagnostic]:
+    """Yields what is wrong with the multiple at which buffers begin parameters and shards."""
+    if align_bytes < 1 or align_bytes & (align_bytes - 1):
+        text = f"{align_bytes} bytes, which is not a power of two"
+        yield Diagnostic(text, "write 128, 1 for no padding, or 0 for what the device needs", "align_bytes")
+
+
 def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
     """Yields what contradicts a loss of the whole batch, or a primary rank that computes it: both need all
     outputs at once.

@@ -36,6 +36,7 @@ def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch
         plan.micro_batch,
         plan.run,
         alignment_optimizer=plan.job.optimizer,  # SGD, in shards aligned for the plan's own optimizer
+        align_bytes=plan.align_bytes,
     )
     raise_diagnostics(static_checks(exact))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.commands.plan import read_config
 from meshwright.commands.search.plan_for_devices import resolve_for_devices
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
@@ -24,7 +25,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def resolved(config: Path, *words: str, devices: int = 4, hardware: str = "") -> tuple[Plan, str]:
-    _, ready = resolve_for_devices(config, words, devices, hardware, "")
+    _, ready = resolve_for_devices(read_config(config, words, hardware, ""), devices)
     return ready.plan, " ".join(ready.notes)
 
 

@@ -31,6 +31,13 @@ def test_packing_copies_gradients_in_order_and_makes_each_a_view():
     assert {name: tuple(p.grad.shape) for name, p in held.items()} == SHAPES
 
 
+def test_gradients_begin_at_multiples_with_zeros_between():
+    bucket = GradBucket(parameters(matrix=1.0, scalar=2.0, vector=3.0), torch.float32, align_numel=4)
+    bucket.pack(SHAPES)
+    assert bucket.buffer.tolist() == [1.0] * 6 + [0.0] * 2 + [2.0] + [0.0] * 3 + [3.0] * 4
+    assert bucket.flat_gradients(["scalar", "vector"]).tolist() == [2.0] + [0.0] * 3 + [3.0] * 4
+
+
 def test_all_gradients_are_copied_by_one_call():
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -124,7 +124,7 @@ def test_activations_have_the_dtypes_of_the_device_that_trains():
     }
     assert outputs == {"cpu": 6 * 2, "cuda": 6 * 4}
     plain = analyzed.measure_memory(torch.float32, torch.float32)
-    assert analyzed.measure_memory(torch.float32, torch.float32, "cuda") is plain
+    assert analyzed.measure_memory(torch.float32, torch.float32, "cuda") == plain
 
 
 def test_weight_gradients_are_measured_separately_also_those_of_a_tied_embedding():

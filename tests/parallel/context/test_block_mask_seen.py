@@ -96,6 +96,21 @@ def test_layers_that_get_the_same_mask_analyze_it_once() -> None:
     assert recent.block_mask(ring_on(), mask, CPU) is not view  # of other lengths
 
 
+@pytest.mark.parametrize("mask", [holes(), torch.eye(LENGTH)[None, None] - 2048.0], ids=["holes", "a bias"])
+def test_a_mask_without_ranges_is_read_twice_and_by_the_first_layer_alone(
+    mask: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, read_list = list[str](), torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append("bounds") or tensor)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append("parts") or read_list(tensor))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("one more read"))
+    recent, here, mine = MaskCache(), ring_on(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]]
+    view = recent.block_mask(here, mine, CPU)
+    assert isinstance(view, DenseMask)
+    assert recent.block_mask(here, mine, CPU) is view
+    assert reads == ["bounds", "parts"]
+
+
 def test_a_mask_that_was_written_to_is_analyzed_again() -> None:
     recent, here, mask = MaskCache(), ring_on(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
     before = recent.block_mask(here, mask, CPU)

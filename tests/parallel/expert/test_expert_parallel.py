@@ -34,6 +34,7 @@ PLANS = {
         expert_strategies(mw.BatchSplit(), mw.ZeRO(stage=2, replicate_axis="dp_replicate")),
         0,
     ),
+    "zero 2, experts whole": (mw.Mesh(ep=3), expert_strategies(mw.ZeRO(stage=2)), 2),
     "tp": (mw.Mesh(ep=3, tp=2), None, 0),
     "cp": (mw.Mesh(ep=2, cp=3), None, 0),
     "1f1b": (mw.Mesh(pp=2, ep=3), None, 2),
@@ -57,6 +58,18 @@ def test_ranks_whose_experts_nobody_chooses_take_part(choice: tuple[int, int]):
     plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies(), 2)
     verdict = mw.verify(analyzed, plan, BATCHES)
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_leaves_experts_whole_that_have_no_further_ranks(stage: int):
+    mesh, strategies = mw.Mesh(ep=2), expert_strategies(mw.ZeRO(stage=stage))
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mesh, strategies)
+    collectives = ("UNSHARD", "PACK", "REDUCE")
+    moved = {
+        name for action in plan.for_rank(0).actions for name in action.tensors if action.kind in collectives
+    }
+    assert "lm_head.weight" in moved
+    assert not any("experts" in name for name in moved)
 
 
 def test_a_rank_has_its_experts_alone():

@@ -15,12 +15,14 @@ def weights_of(shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
     return [ParamSpec(f"w{i}", shape, ("v",)) for i, shape in enumerate(shapes)]
 
 
-@given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
+@given(
+    shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS), multiple=st.sampled_from([1, 32])
+)
 def test_every_element_lies_in_one_shard_and_shards_do_not_overlap(
-    shapes: list[tuple[int, ...]], ranks: int, grain: str
+    shapes: list[tuple[int, ...]], ranks: int, grain: str, multiple: int
 ):
     params = weights_of(shapes)
-    flat_param = FlatParamSpec.build("v", params, ("dp_shard",), ranks, grain)
+    flat_param = FlatParamSpec.build("v", params, ("dp_shard",), ranks, grain, align_numel=multiple)
     held: dict[str, list[tuple[int, int]]] = {}
     for index in range(ranks):
         ends = 0
@@ -33,6 +35,17 @@ def test_every_element_lies_in_one_shard_and_shards_do_not_overlap(
         spans = sorted(held.get(param.name, []))
         assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
         assert spans[-1][1] == param.numel
+
+
+@given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
+def test_parameters_and_shards_begin_at_multiples(shapes: list[tuple[int, ...]], ranks: int, grain: str):
+    params = weights_of(shapes)
+    aligned = FlatParamSpec.build("v", params, ("dp_shard",), ranks, grain, align_numel=64)
+    shards = [piece.shard_offset for index in range(ranks) for piece in aligned.param_shards(index)]
+    begins = *shards, *(begin for _, _, begin in aligned.params)
+    assert {begin % 64 for begin in (aligned.shard_numel, *begins)} == {0}
+    packed = FlatParamSpec.build("v", params, ("dp_shard",), ranks, grain)
+    assert aligned.numel < packed.numel + 64 * ranks * (1 + len(params))
 
 
 @given(shapes=SHAPES, ranks=st.integers(1, 9))

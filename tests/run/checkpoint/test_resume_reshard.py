@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
         Mesh(dp_replicate=2, dp_shard=2),
         (*HYBRID, ZeRO(stage=2, replicate_axis="dp_replicate")),
     ),
+    "stage 3 on 3, aligned": (Mesh(dp_shard=3), (SHARD, ZeRO())),
     "stage 3 on 2 x 3": (Mesh(dp_replicate=2, dp_shard=3), (*HYBRID, ZeRO(replicate_axis="dp_replicate"))),
 }
 OPTIMIZERS = {"sgd": OptimizerConfig("sgd", lr=0.1, momentum=0.9), "adamw": OptimizerConfig("adamw", lr=0.01)}
@@ -65,9 +66,9 @@ def job_of(optimizer: str) -> Job:
 
 def plan_of(layout: str, job: Job, analyzed: AnalyzedModel = ANALYZED) -> Plan:
     mesh, strategies = LAYOUTS[layout]
-    return make_plan(
-        analyzed, job, mesh, strategies, 1 if mesh.world_size == 4 else 2
-    )  # of 4 ranks each has 3 rows
+    micro_batch = 1 if mesh.world_size == 4 else 2  # of 4 ranks each has 3 rows
+    align_bytes = 128 if "aligned" in layout else 1
+    return make_plan(analyzed, job, mesh, strategies, micro_batch, align_bytes=align_bytes)
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:

@@ -1,7 +1,10 @@
 """The GPUs of a host, as the doctor reports them."""
 
+import pytest
 import torch
 
+from meshwright.device.platforms import CPU, CUDA
+from meshwright.run.doctor import gpu_checks
 from meshwright.run.doctor.gpu_checks import gpu_findings, variable_findings
 from tests.device.fake_accelerator import fake_accelerator
 
@@ -35,3 +38,11 @@ def test_the_dtype_that_takes_tensor_cores_is_proposed(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **options: supported)
         found = [finding.text for finding in gpu_findings({})]
         assert any('precision.compute = "bfloat16"' in text for text in found) == supported
+
+
+def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_checks, "local_platform", lambda: CPU)
+    monkeypatch.setattr(gpu_checks, "unseen_platform", lambda: CUDA)
+    (finding,) = gpu_findings({})
+    assert (finding.level, "devices of CUDA" in finding.text) == ("warning", True)
+    assert "unset CUDA_VISIBLE_DEVICES" in finding.fix

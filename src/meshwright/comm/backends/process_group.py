@@ -43,7 +43,7 @@ from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog
 from meshwright.device.device_streams import current_stream, record_event
-from meshwright.plan.job.errors import CollectiveError
+from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.sharding.mesh import AXES
 
 MAX_PAIR_EXCHANGE_NBYTES = 8 * 2**20  # bytes of an all_reduce that a pair does as an exchange
@@ -53,6 +53,16 @@ USER_TAG, ROUND_TAG, ABORT_TAG = (
     1,
     2,
 )
+
+
+def check_not_destroyed() -> None:
+    """Raises PlanError if the program has destroyed the process groups of torch.distributed."""
+    if not dist.is_initialized():
+        raise PlanError(
+            "torch.distributed.destroy_process_group() was called, and ranks still have messages to send",
+            fix="call it behind the last step, evaluation and checkpoint, and behind trainer.close()",
+            location="torch.distributed",
+        )
 
 
 class TorchGroup(Group):
@@ -320,6 +330,7 @@ class TorchGroup(Group):
     def _run_algorithm(self, call: CollectiveCall, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:
             return CompletedWork()
+        check_not_destroyed()
         rounds = run_rounds(get_algorithm(call.algorithm), self.size, self.index, flat)
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
         if flat.device.type != "cpu":
@@ -381,6 +392,7 @@ class TorchGroup(Group):
     ) -> Work:
         if keep[0].numel() == 0 and call.collective != UNEVEN:
             return CompletedWork()  # nothing to move, on any rank
+        check_not_destroyed()
         pairwise = call.collective in POINT_TO_POINT
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=pairwise)
         try:

@@ -28,6 +28,10 @@ TOP_LEVEL_TEXT = """`micro_batch` is the number of samples of one microbatch on 
 means the whole local batch at once. The number of microbatches, which is the number of gradient accumulation
 steps, follows from it.
 
+`align_bytes` is the number of bytes at whose multiples each parameter and each shard begins in a flat
+parameter or bucket, a power of two; 0 means 128 if the plan is for accelerators (`run.hardware`, or those of
+this host), and no padding (1) on CPUs.
+
 `cluster` is a file of `bench network`, by which algorithm = "auto" chooses."""
 SENTENCE_END = re.compile(r"(?<=[.:;])\s+(?=[A-Z`])")
 
@@ -70,6 +74,7 @@ TOP_LEVEL = ConfigTable(
     TOP_LEVEL_TEXT,
     (
         ConfigKey("micro_batch", "integer", "0", key_meaning(TOP_LEVEL_TEXT, "micro_batch")),
+        ConfigKey("align_bytes", "integer", "0", key_meaning(TOP_LEVEL_TEXT, "align_bytes")),
         ConfigKey("cluster", "string", '""', key_meaning(TOP_LEVEL_TEXT, "cluster")),
     ),
 )

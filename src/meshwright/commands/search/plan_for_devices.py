@@ -10,9 +10,8 @@ refused here, because a layer does not divide, or the peak does not fit; the rea
 What was chosen is part of the plan that `--out` writes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from meshwright.commands.plan import ResolvedRequest, checked_request, resolve
 from meshwright.commands.predict import predict_plan
@@ -31,7 +30,7 @@ from meshwright.report.search.search_result import config_text, data_parallel_re
 from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.resolve_config import OpenedRequest, open_valid_request, plan_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, strategies_from_tables
+from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
 
 NUM_TRIED = 8
 
@@ -55,12 +54,10 @@ class _Allowed:
 
 @dataclass(frozen=True)
 class _Devices:
-    """Devices that a model is planned for; `hardware` and `cluster` are "" if they are not known."""
+    """Devices that a model is planned for."""
 
     opened: OpenedRequest
     count: int
-    hardware: str
-    cluster: str
 
     def resolve(self, choice: _Choice) -> ResolvedRequest:
         """Returns the resolved request of `choice`. Raises PlanError."""
@@ -68,24 +65,19 @@ class _Devices:
         return checked_request(choice.request, plan_request(choice.request, mesh, self.opened))
 
 
-def resolve_for_devices(
-    config: Path, overrides: Sequence[str], count: int, hardware: str, cluster: str
-) -> ResolvedRequest:
-    """Returns the resolved request of `config` on `count` devices.
+def resolve_for_devices(request: PlanRequest, count: int) -> ResolvedRequest:
+    """Returns `request` resolved on `count` devices.
 
     Raises PlanError for a mesh of another size, and if no plan for so many devices is allowed.
     """
-    request = read_request(config, overrides, STRATEGIES)
     if count == 1 or _has_mesh(request):
         return resolve(request, count, needs_data=False)
-    run = request.run
-    opened = open_valid_request(request, needs_data=False)
-    devices = _Devices(opened, count, hardware or run.hardware, cluster or run.cluster)
+    devices = _Devices(open_valid_request(request, needs_data=False), count)
     dp_shard = _Choice(
         replace(request, mesh={"dp_shard": count}), f"dp_shard {count}, data parallelism with ZeRO 3"
     )
     why, notes = "", list[str]()
-    if not devices.hardware:
+    if not request.run.hardware:
         why = "; --hardware h100 searches the fastest"
         allowed = _Allowed(dp_shard, devices.resolve(dp_shard), 0.0)
     else:
@@ -146,9 +138,9 @@ def _search_plan(request: PlanRequest, devices: _Devices, notes: list[str]) -> _
 
 
 def _search_request(request: PlanRequest, devices: _Devices) -> SearchRequest:
-    job = request.job
+    job, run = request.job, request.run
     size = config_size(job.model, job.data.sequence)
-    machine, _ = search_machine(devices.hardware, devices.count, devices.cluster, "", model_shape)
+    machine, _ = search_machine(run.hardware, devices.count, run.cluster, "", model_shape)
     config = replace(base_config(machine.device.flops), dtype=job.precision.compute)
     sizes = {"micro_batch": request.micro_batch} if request.micro_batch else {}
     wanted = SearchRequest(
@@ -174,7 +166,7 @@ def _first_allowed(
         plan = resolved[1].plan
         peak = fullest_rank(plan)[1]
         if peak <= usable_memory:
-            prediction = predict_plan(plan, devices.hardware, devices.cluster)
+            prediction = predict_plan(plan, plan.run.hardware, plan.run.cluster)
             return _Allowed(choice, resolved, 0.0 if prediction is None else prediction.step_s)
         text = f"{choice.text} needs {to_gib(peak):.1f} GiB, and {to_gib(usable_memory):.1f} are usable"
         fix = "give more devices, shorter sequences, or a mesh of your own with activation_checkpointing"

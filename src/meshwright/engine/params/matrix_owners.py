@@ -20,6 +20,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.split_proposal import slice_dims
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.plan import RankPlan
+from meshwright.plan.sharding.flat_param import round_up
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import MatrixParcel, matrix_parcels, owner_coordinate
@@ -49,7 +50,7 @@ class MatrixOwners:
             roles["parameters"],
             roles["master"],
         )
-        self._casts_gradients = self._grad_dtype != stepped
+        self._casts_gradients, self._align_numel = self._grad_dtype != stepped, plan.sharding.align_numel
         # by param group; the names sent here
         self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(list)
         self._slices_of_rank: dict[
@@ -108,7 +109,7 @@ class MatrixOwners:
                 numel, gradient = slices[group.index][name].numel, self._local_gradient(name)
                 if gradient is not None:
                     send_buffer[at : at + numel].copy_(gradient.reshape(-1))
-                at += numel
+                at += round_up(numel, self._align_numel)
             gathered = (
                 send_buffer.new_empty(group.size * parcel.numel) if group.index == parcel.owner else None
             )
@@ -141,7 +142,7 @@ class MatrixOwners:
             for name in names:
                 place = self._local_param(name)
                 place.copy_(received[at : at + place.numel()].view(place.shape))
-                at += place.numel()
+                at += round_up(place.numel(), self._align_numel)
 
     def _local_gradient(self, name: str) -> torch.Tensor | None:
         slices = self._flat_params.get(name)
@@ -167,7 +168,7 @@ class MatrixOwners:
             for name in names:
                 param_slice = slices[name]
                 yield name, param_slice, flat[at : at + param_slice.numel].view(param_slice.shape)
-                at += param_slice.numel
+                at += round_up(param_slice.numel, self._align_numel)
 
 
 def _slices_of_rank(plan: RankPlan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:

@@ -5,6 +5,8 @@ A bucket is made once and stays: `pack` copies gradients in and makes each `.gra
 later microbatches accumulate in place and the optimizer reads the reduced values without a copy back.
 
     buffer   [ w0.grad | w1.grad | w2.grad ]        w1.grad is buffer[a:b].view(shape)
+
+On an accelerator each gradient begins at a multiple of 128 bytes; the padding between is zero, and stays so.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from meshwright.plan.sharding.flat_param import round_up
 from meshwright.plan.step.program import Action
 
 
@@ -31,23 +34,33 @@ def bucket_actions(actions: Sequence[Action]) -> dict[str, Action]:
 
 
 class GradBucket:
-    """One flat buffer of `dtype`, and a view of it per parameter, by logical name."""
+    """One flat buffer of `dtype`, and a view of it per parameter, by logical name.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+    Each view begins at a multiple of `align_numel` elements.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, align_numel: int = 1
+    ) -> None:
         self.parameters = dict(parameters)
+        self._sizes = {name: round_up(each.numel(), align_numel) for name, each in self.parameters.items()}
         # the buffer is of its kind: on its device, and fake where it is fake
         first = next(iter(self.parameters.values()))
-        self.buffer = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
+        self.buffer = first.new_empty(sum(self._sizes.values()), dtype=dtype)
+        if align_numel > 1:
+            self.buffer.zero_()
         self.views: dict[str, torch.Tensor] = {}
         start = 0
         for name, parameter in self.parameters.items():
             self.views[name] = self.buffer[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
+            start += self._sizes[name]
 
     def flat_gradients(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the gradients of `names`, which are contiguous here, as one flat tensor."""
+        """Returns the gradients of `names`, which are neighbours here, as one flat tensor, with the padding
+        behind each.
+        """
         start = self.views[names[0]].storage_offset() - self.buffer.storage_offset()
-        return self.buffer[start : start + sum(self.views[name].numel() for name in names)]
+        return self.buffer[start : start + sum(self._sizes[name] for name in names)]
 
     def pack(self, names: Iterable[str]) -> None:
         """Copies the gradients of `names` in; zeros where backward did not reach a parameter."""

@@ -281,23 +281,23 @@ class RankState:
             return Operand.in_place(self.buckets[action.subject].buffer)
         parameter = self.trained_module.parameters.get(action.subject)
         if parameter is None:
-            first = action.tensors[0]
-            bucket = next(bucket for bucket in self.buckets.values() if first in bucket.views)
-            return Operand.in_place(bucket.flat_gradients(action.tensors))
+            return Operand.in_place(self._bucket(action).flat_gradients(action.tensors))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return Operand.in_place(parameter.grad)
 
     def operand_by_param(self, action: Action) -> dict[str, torch.Tensor]:
         """Returns flat views of what the collective of `action` reads, by parameter; padding is left out."""
-        flat, found, start = self.operand(action).input.view(-1), dict[str, torch.Tensor](), 0
+        flat = self.operand(action).input.view(-1)
         if self.flat_params.is_flattened(action.tensors[0]):
             return self.flat_params.views_by_param(action.tensors[0], flat)
-        for name in action.tensors:
-            numel = self.trained_module.parameters[name].numel()
-            found[name] = flat[start : start + numel]
-            start += numel
-        return found
+        if action.subject in self.trained_module.parameters:
+            return {action.subject: flat}
+        bucket = self._bucket(action)
+        return {name: bucket.views[name].view(-1) for name in action.tensors}
+
+    def _bucket(self, action: Action) -> GradBucket:
+        return next(bucket for bucket in self.buckets.values() if action.tensors[0] in bucket.views)
 
     def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
         """Starts the collective of `action.transfer`, if it has one, on the action's operand.

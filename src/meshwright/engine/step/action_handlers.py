@@ -130,7 +130,8 @@ class ActionHandlers:
         bucket = state.buckets.get(bucket_action.subject)
         if bucket is None:
             parameters = {name: state.trained_module.parameters[name] for name in bucket_action.tensors}
-            bucket = GradBucket(parameters, getattr(torch, state.plan.job.precision.reduce))
+            dtype = getattr(torch, state.plan.job.precision.reduce)
+            bucket = GradBucket(parameters, dtype, state.plan.sharding.align_numel)
             state.buckets[bucket_action.subject] = bucket
         bucket.pack(action.tensors)
 

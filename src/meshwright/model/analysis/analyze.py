@@ -159,7 +159,7 @@ class AnalyzedModel:
         The first call for each of these runs a trial; later calls return its result.
         """
         casts = None if compute_dtype == param_dtype else compute_dtype
-        key = param_dtype, casts, device_type if casts is not None else "cpu"
+        key = param_dtype, casts, device_type
         if key not in self._measured_memory:
             self._measured_memory[key] = self._measure_memory(*key)
         return self._measured_memory[key]

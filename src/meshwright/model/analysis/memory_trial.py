@@ -9,7 +9,8 @@ The dtypes are those of a job, cast by the rules of the device that trains. The 
 divides no other size, so storages whose size it divides scale with the number of samples and all others are
 constant. Equal block calls are measured once in backward. Attention counts as torch's CPU kernel keeps it:
 the output, one number per query and head, and the given mask; a model that computes attention itself keeps
-its scores. Experts of transformers run as one grouped product, whose kernel has no fake form in float32.
+its scores. `model/trial/accelerator_norms.py` says what differs on accelerators, and what is counted. Experts
+of transformers run as one grouped product, whose kernel has no fake form in float32.
 
 It is a forward of its own, since a recording cannot serve: the backward needs the graph of a live forward, in
 the dtypes of the job, and what autograd saves differs under autocast and with grouped experts.
@@ -45,6 +46,7 @@ from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.trial.accelerator_autocast import trial_autocast
+from meshwright.model.trial.accelerator_norms import trial_norms
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import (
@@ -204,7 +206,7 @@ class MemoryTrial:
 
     `make_module(fake_mode)` returns a module of fake tensors and its blocks; `example_samples` are a few
     samples. Matmuls run in `compute_dtype` if that is not None, and all else as autocast does on a device of
-    `device_type`.
+    `device_type`; norms keep what its kernels keep.
     """
 
     make_module: ModuleFactory
@@ -273,6 +275,7 @@ class _MemoryMeasurement:
             with tracker, self._op_counter:
                 with (
                     record_draw_sites(rng, self._num_samples),
+                    trial_norms(self._trial.device_type),
                     self._autocast(),
                     self._op_counter.section("glue"),
                 ):

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from meshwright.device.local_device import local_platform
+from meshwright.device.local_device import target_platform
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.forward_graph_trace import add_stage_boundaries
 from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
@@ -43,14 +43,14 @@ def complete_job(job: Job, model_spec: ModelSpec) -> Job:
 
 
 def model_spec_for(
-    analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy]
+    analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy], hardware: str = ""
 ) -> ModelSpec:
     """Returns the model spec with the parts that this plan needs: they take further trials, so they are not
     in `analyzed`.
 
     Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the
-    memory model the activations in the job's dtypes. In float64, which is for comparisons only, an estimate
-    stands for the last.
+    memory model the activations in the job's dtypes, on the device `hardware` if it is known, else on that of
+    this host. In float64, which is for comparisons only, an estimate stands for the last.
     """
     dtype, compute_dtype = (
         getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
@@ -64,7 +64,7 @@ def model_spec_for(
         model_spec = replace(model_spec, sequence_info=analyzed.sequence_info)
     if dtype == torch.float64:
         return model_spec
-    memory = analyzed.measure_memory(dtype, compute_dtype, local_platform().type)
+    memory = analyzed.measure_memory(dtype, compute_dtype, target_platform(hardware).type)
     return replace(model_spec, memory=memory)
 
 
@@ -76,18 +76,21 @@ def plan_for_model(
     micro_batch: int = 0,
     run: RunConfig | None = None,
     found: Sequence[Diagnostic] | None = None,
+    align_bytes: int = 0,
 ) -> Plan:
     """Returns the plan of `strategies` for this model, job and mesh, checked against the model's code.
 
-    `found` are the diagnostics of job and run, if they were checked already. Raises PlanError with these and
-    every other.
+    `found` are the diagnostics of job and run, if they were checked already. With `align_bytes` = 0, buffers
+    are aligned as the devices of the plan need it: `run.hardware`, or those of this host. Raises PlanError
+    with these and every other.
     """
     job, chosen, run = complete_job(job, analyzed.model_spec), tuple(strategies), run or RunConfig()
     found = job.diagnostics(run) if found is None else found
     if diagnostics_in("precision", found):  # other dtypes stand for those that cannot be tried
         job = replace(job, precision=PrecisionConfig())
-    model_spec = model_spec_for(analyzed, job, mesh, chosen)
-    plan = Plan.make(job, mesh, model_spec, chosen, micro_batch, run, found=found)
+    model_spec = model_spec_for(analyzed, job, mesh, chosen, run.hardware)
+    align_bytes = align_bytes or target_platform(run.hardware).align_bytes
+    plan = Plan.make(job, mesh, model_spec, chosen, micro_batch, run, found=found, align_bytes=align_bytes)
     check_plan_for_model(plan, analyzed)
     return plan
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.model.tensors.pytree import storage_id
-from meshwright.model.tensors.select_token_ranges import select_spans
+from meshwright.model.tensors.select_token_ranges import PositionSelector
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, TokenRange, num_positions, with_padding
 
 # full tensor along a dim, from this rank's shard
@@ -38,6 +38,8 @@ class TokenShard:
     )
     group_spans: tuple[TokenRange, ...] = field(compare=False, repr=False, default=())
     caches_slices: bool = field(compare=False, repr=False, default=True)
+    # what selects these tokens, and others of samples of this length
+    selector: PositionSelector = field(compare=False, repr=False, default_factory=PositionSelector)
     # slices, shared by all layers
     _slices: WeakTensorKeyDictionary = field(
         compare=False, repr=False, default_factory=WeakTensorKeyDictionary
@@ -71,11 +73,11 @@ class TokenShard:
             return tensor
         is_uncached = not self.caches_slices or tensor.ndim < MIN_SHARED_NDIM
         if is_uncached or tensor.requires_grad or tensor.is_inference() or isinstance(tensor, FakeTensor):
-            return select_spans(tensor, dim, with_padding(self.spans))
+            return self.selector.select_spans(tensor, dim, with_padding(self.spans))
         slice_key, cached = (dim, tensor._version), self._slices.get(tensor)
         if cached is None or cached[0] != slice_key:
             # a view would keep the tensor, and so its entry, alive
-            local_slice = select_spans(tensor, dim, with_padding(self.spans)).detach()
+            local_slice = self.selector.select_spans(tensor, dim, with_padding(self.spans)).detach()
             cached = self._slices[tensor] = (
                 slice_key,
                 local_slice.clone() if copy and _shares_larger_storage(local_slice, tensor) else local_slice,
@@ -91,7 +93,9 @@ class TokenShard:
         local_slice = mask if dim is None else self._take_padded(mask, dim, copy=not self.group_spans)
         if self.group_spans and not mask.requires_grad and local_slice not in self._group_mask_rows:
             self._group_mask_rows[local_slice] = (
-                None if local_slice is mask else select_spans(mask, dim or 0, self.group_spans).detach()
+                None
+                if local_slice is mask
+                else self.selector.select_spans(mask, dim or 0, self.group_spans).detach()
             )
         return local_slice
 
@@ -106,7 +110,7 @@ class TokenShard:
 
     def take_local(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the slice of a full `tensor` along `dim` that this rank has, without padding."""
-        return tensor if self.is_full else select_spans(tensor, dim, self.spans)
+        return tensor if self.is_full else self.selector.select_spans(tensor, dim, self.spans)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
         """Returns the positions of this rank's tokens, int64 [num_tokens]."""

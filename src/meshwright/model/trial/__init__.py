@@ -1,6 +1,7 @@
 """The fake-tensor trial: one forward without values shows what the module tree does not say.
 
 accelerator_autocast   the rules of autocast on the device that trains
+accelerator_norms      what norms keep on the device that trains, and what differs between devices
 fake_tensor_forward    runs the trial and collects its findings
 experts_calls          calls of the experts of a mixture of experts
 layer_costs            flops and saved activations of each layer call

@@ -23,19 +23,19 @@ a call.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from math import isqrt
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.model.tensors.select_token_ranges import index_tensor, select_spans
+from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.parallel.context.attention_kernel import NEG_INF
 from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
-from meshwright.plan.sharding.sequence_sharding import TokenRange, select_positions
+from meshwright.plan.sharding.sequence_sharding import TokenRange
 
 CPU_CALL_COST = 1 << 10  # pairs of a query and a key that take as long as the way into a kernel: of a CPU
 DEVICE_CALL_COST = 1 << 16  # the same, of a device that computes a hundred times as fast
@@ -284,14 +284,17 @@ class DenseMask:
     def __init__(self, ring: AttentionRing, mask: torch.Tensor) -> None:
         self._circle = ring
         self._rows, self._columns = _token_parts(ring.query_spans), tuple(map(_token_parts, ring.key_spans))
-        self._above = _row_offset(mask)
-        deep = (
-            ()
-            if self._above is None
-            else ((self._rows_of(self._above, rows) != 0).any() for rows in self._rows)
-        )
-        self._deep = {rows for rows, found in zip(self._rows, deep, strict=False) if found}
-        self._kinds = self._classify_blocks(mask)
+        self._above = above = _row_offset(mask)
+        deep = [] if above is None else [(self._rows_of(above, rows) != 0).any() for rows in self._rows]
+        parts = self._part_flags(mask)
+        flags = [*deep, *(flag for each in parts.values() for flag in each)]
+        read = torch.stack(flags).tolist() if flags else []  # one wait for the device, not one per part
+        self._deep = {rows for rows, found in zip(self._rows, read[: len(deep)], strict=False) if found}
+        pairs = zip(read[len(deep) :: 2], read[len(deep) + 1 :: 2], strict=True)
+        self._kinds: dict[tuple[int, int, int], MaskKind | None] = {
+            part: "all" if free and self._rows[part[0]] not in self._deep else "some" if seen else None
+            for part, (seen, free) in zip(parts, pairs, strict=True)
+        }
 
     def blocks(self, rank: int) -> list[QueryKeyBlock]:
         """Returns the blocks of this rank's queries and the keys of `rank` that are computed."""
@@ -299,7 +302,7 @@ class DenseMask:
         for row, rows in enumerate(self._rows):
             line = list[QueryKeyBlock]()
             for column, keys in enumerate(self._columns[rank]):
-                kind = self._kinds(row, rank, column)
+                kind = self._kinds.get((row, rank, column), "some")
                 if kind is not None and line and line[-1].kind == kind and line[-1].keys[1] == keys[0]:
                     line.append(QueryKeyBlock(rows, (line.pop().keys[0], keys[1]), kind))
                 elif kind is not None:
@@ -329,37 +332,29 @@ class DenseMask:
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
         """Adds `grad` to the columns of the block in `mask_grad`."""
-        places = index_tensor(self._circle.key_positions[rank][slice(*block.keys)], mask_grad.device)
-        self._rows_of(mask_grad, block.queries).index_add_(-1, places, grad)
+        self._circle.add_to_keys(self._rows_of(mask_grad, block.queries), rank, block.keys, grad)
 
     def _block_of(self, mask: torch.Tensor, rank: int, pair: QueryKeyBlock) -> torch.Tensor:
-        return select_columns(self._rows_of(mask, pair.queries), self._circle.key_spans[rank], pair.keys)
+        return self._circle.select_keys(self._rows_of(mask, pair.queries), rank, pair.keys)
 
     def _rows_of(self, mask: torch.Tensor, rows: TokenRange) -> torch.Tensor:
         return mask[:, :, slice(*rows)] if mask.shape[2] > 1 else mask
 
-    def _classify_blocks(self, mask: torch.Tensor) -> Callable[[int, int, int], MaskKind | None]:
+    def _part_flags(
+        self, mask: torch.Tensor
+    ) -> Mapping[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Returns of each part, by its row, rank and column, whether any key is seen, and whether all are
+        free; nothing of a mask whose numbers must not or cannot be looked at.
+        """
         if mask.requires_grad or isinstance(mask, FakeTensor):
-            return lambda row, rank, column: "some"
-        flags, named = list[torch.Tensor](), list[tuple[int, int, int]]()
+            return {}
+        found = {}
         for rank, parts in enumerate(self._columns):
-            for row, rows in enumerate(self._rows):
-                for column, keys in enumerate(parts):
-                    part = self._block_of(mask, rank, QueryKeyBlock(rows, keys, "some"))
-                    flags += (
-                        [part.any(), part.all()]
-                        if mask.dtype == torch.bool
-                        else [(part > NEG_INF).any(), (part == 0).all()]
-                    )
-                    named.append((row, rank, column))
-        gathered = (
-            torch.stack(flags).view(-1, 2).tolist() if flags else []
-        )  # one wait for the device, not one per part
-        known: dict[tuple[int, int, int], MaskKind | None] = {
-            name: "all" if free and self._rows[name[0]] not in self._deep else "some" if seen else None
-            for name, (seen, free) in zip(named, gathered, strict=True)
-        }
-        return lambda row, rank, column: known[row, rank, column]
+            for (row, rows), (column, keys) in product(enumerate(self._rows), enumerate(parts)):
+                part = self._block_of(mask, rank, QueryKeyBlock(rows, keys, "some"))
+                seen, free = (part, part) if mask.dtype == torch.bool else (part > NEG_INF, part == 0)
+                found[row, rank, column] = seen.any(), free.all()
+        return found
 
 
 def _row_offset(mask: torch.Tensor) -> torch.Tensor | None:
@@ -367,16 +362,7 @@ def _row_offset(mask: torch.Tensor) -> torch.Tensor | None:
         return None
     most = mask.detach().amax(-1, keepdim=True)
     far = (most.abs() > LARGE_OFFSET) & most.isfinite()
-    return most.masked_fill(~far, 0.0) if far.any() else None
-
-
-def select_columns(
-    mask_rows: torch.Tensor, key_spans: Sequence[TokenRange], keys: TokenRange
-) -> torch.Tensor:
-    """Of `mask_rows`, [.., all keys], the columns of the local keys `keys` of a rank whose keys are in
-    `key_spans`.
-    """
-    return select_spans(mask_rows, -1, select_positions(key_spans, *keys))
+    return most.masked_fill(~far, 0.0)
 
 
 def _token_parts(spans: Sequence[TokenRange]) -> tuple[TokenRange, ...]:
@@ -392,7 +378,7 @@ class MaskCache:
     def __init__(self) -> None:
         self._circles: dict[Hashable, AttentionRing] = {}
         self._rules: dict[AttentionRing, IntervalMask] = {}
-        self._masks: list[tuple[weakref.ref[torch.Tensor], tuple[Hashable, ...], IntervalMask]] = []
+        self._masks: list[tuple[weakref.ref[torch.Tensor], tuple[Hashable, ...], BlockMask]] = []
 
     def ring(self, key: Hashable, make: Callable[[], AttentionRing]) -> AttentionRing:
         """Returns the ring of that key; built with `make` if it is new."""
@@ -427,9 +413,7 @@ class MaskCache:
             if given() is source_mask and key == known:
                 return view
         bounds = KeyIntervals.from_mask(mask, len(ring.query_positions))
-        if bounds is None:
-            return DenseMask(ring, mask)
-        view = IntervalMask(ring, bounds, call)
+        view = DenseMask(ring, mask) if bounds is None else IntervalMask(ring, bounds, call)
         if known is not None:
             self._masks = [*self._masks[1 - CACHE_SIZE :], (weakref.ref(source_mask), known, view)]
         return view

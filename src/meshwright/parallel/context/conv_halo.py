@@ -41,7 +41,6 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.context_parallel.conv_call import ShardedConv1dCall
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
-from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -68,15 +67,9 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     met = F.pad(
         runtime.state.collectives.redistribute(edges, axis, S(dim), R), (0, 1)
     )  # behind all, a zero for what is not in the row
-    columns = index_tensor(
-        _halo_columns(sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
-        met.device,
-    )
-    around, made, at = (
-        met.index_select(dim, columns).split([known.left_halo, known.right_halo] * len(spans), dim),
-        [],
-        0,
-    )
+    columns = _halo_columns(sequence_sharding, share.length, spans, (known.left_halo, known.right_halo))
+    halos = share.selector.select(met, dim, columns)
+    around, made, at = halos.split([known.left_halo, known.right_halo] * len(spans), dim), [], 0
     for number, (begin, end) in enumerate(spans):
         whole = torch.cat(
             [around[2 * number], call.local_input.narrow(dim, at, end - begin), around[2 * number + 1]], dim

@@ -31,7 +31,7 @@ from meshwright.parallel.context.attention_kernel import (
     attention_backward,
     merge_outputs,
 )
-from meshwright.parallel.context.block_mask import IntervalMask, MaskCache, select_columns
+from meshwright.parallel.context.block_mask import IntervalMask, MaskCache
 from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, QueryKeyBlock
 
 
@@ -208,13 +208,9 @@ def _blocks(
 def _block_dropout(
     ring: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
 ) -> AttentionDropout | None:
-    return (
-        None
-        if keep is None
-        else AttentionDropout(
-            select_columns(keep[pair.query_index], ring.key_spans[rank], pair.keys), ring.dropout_p
-        )
-    )
+    if keep is None:
+        return None
+    return AttentionDropout(ring.select_keys(keep[pair.query_index], rank, pair.keys), ring.dropout_p)
 
 
 def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:

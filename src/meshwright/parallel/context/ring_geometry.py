@@ -3,15 +3,15 @@ of queries and keys that are computed.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
-from meshwright.model.tensors.select_token_ranges import span_positions
-from meshwright.plan.sharding.sequence_sharding import TokenRange, num_positions
+from meshwright.model.tensors.select_token_ranges import PositionSelector, span_positions
+from meshwright.plan.sharding.sequence_sharding import TokenRange, num_positions, select_positions
 
 MaskKind = Literal["all", "causal", "some"]
 
@@ -45,6 +45,7 @@ class AttentionRing:
     shift: ShiftFn
     comm_dtype: torch.dtype | None = None
     dropout_p: float = 0.0
+    _selector: PositionSelector = field(default_factory=PositionSelector, repr=False)
 
     @cached_property
     def num_keys(self) -> tuple[int, ...]:
@@ -66,13 +67,21 @@ class AttentionRing:
         """The positions of this rank's queries, ascending."""
         return span_positions(self.query_spans)
 
+    def select_keys(self, tensor: torch.Tensor, rank: int, keys: TokenRange) -> torch.Tensor:
+        """Of `tensor`, [.., all keys], returns the columns of the local keys `keys` of `rank`."""
+        return self._selector.select_spans(tensor, -1, select_positions(self.key_spans[rank], *keys))
+
+    def add_to_keys(self, tensor: torch.Tensor, rank: int, keys: TokenRange, added: torch.Tensor) -> None:
+        """Adds `added` to these columns of `tensor`, in place."""
+        self._selector.add_to_spans(tensor, -1, select_positions(self.key_spans[rank], *keys), added)
+
 
 @dataclass(frozen=True)
 class QueryKeyBlock:
     """A range of this rank's queries and of one rank's keys, both local, of some samples (None: of all).
 
-    Its `kind` selects the mask: none ("full"), the kernel's own ("causal": query i attends to keys up to i),
-    or a mask tensor ("partial").
+    Its `kind` selects the mask: none ("all"), the kernel's own ("causal": query i attends to keys up to i),
+    or a mask tensor ("some").
     """
 
     queries: TokenRange

@@ -42,6 +42,7 @@ from meshwright.parallel.context.attention_args_to_4d import (
     attention_inputs,
     dropout_keep_mask,
 )
+from meshwright.parallel.context.block_mask import MaskCache
 from meshwright.parallel.context.context_parallel_strategy import (
     CP_AXIS,
     ContextParallel,
@@ -105,18 +106,19 @@ class Ulysses(ContextParallel):
         sequence_sharding = self.sequence_sharding(runtime.state.plan.sharding.mesh.size(self.axis))
         runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
         runtime.state.sequence_runner.set_attention(
-            partial(self._attention, HeadExchange.along_axis(self.axis, sequence_sharding, runtime))
+            partial(
+                self._attention, HeadExchange.along_axis(self.axis, sequence_sharding, runtime), MaskCache()
+            )
         )
         return {}
 
-    def _attention(self, exchange: HeadExchange, call: ShardedAttentionCall) -> torch.Tensor:
+    def _attention(
+        self, exchange: HeadExchange, recent: MaskCache, call: ShardedAttentionCall
+    ) -> torch.Tensor:
         given = attention_inputs(call, self.name)
         if given.dropout_p:
-            return given.restore_shape(
-                exchange.to_tokens(
-                    self._attention_with_dropout(exchange, given, call), call.query_shard.length
-                )
-            )
+            out = self._attention_with_dropout(exchange, recent, given, call)
+            return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
         mine = exchange.gather_inputs(given, call, self.name)
         grouped = mine.query.shape[1] != mine.key.shape[1]
         out = F.scaled_dot_product_attention(
@@ -128,26 +130,21 @@ class Ulysses(ContextParallel):
         return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _attention_with_dropout(
-        self, exchange: HeadExchange, given: AttentionInputs, call: ShardedAttentionCall
+        self, exchange: HeadExchange, recent: MaskCache, given: AttentionInputs, call: ShardedAttentionCall
     ) -> torch.Tensor:
-        mine, num_samples = exchange.gather_inputs(given, call, self.name), ((0, call.query_shard.length),)
-        ring = AttentionRing(
-            0,
-            num_samples,
-            (((0, call.key_shard.length),),),
-            call.scale,
-            call.is_causal,
-            _no_shift,
-            dropout_p=given.dropout_p,
+        mine, queries = exchange.gather_inputs(given, call, self.name), ((0, call.query_shard.length),)
+        sizes = call.query_shard.length, call.key_shard.length, call.scale, call.is_causal, given.dropout_p
+        keys = (((0, call.key_shard.length),),)
+        ring = recent.ring(
+            sizes,
+            lambda: AttentionRing(
+                0, queries, keys, call.scale, call.is_causal, _no_shift, dropout_p=given.dropout_p
+            ),
         )
-        return ring_attention(
-            ring,
-            mine.query,
-            mine.key,
-            mine.value,
-            mine.mask,
-            dropout_keep_mask(call, num_samples, exchange.head_range(given)),
-        )
+        keep = dropout_keep_mask(call, queries, exchange.head_range(given))
+        keeps = call.query_shard.caches_slices
+        view = recent.block_mask(ring, mine.mask, mine.query.device, call.mask, cacheable=keeps)
+        return ring_attention(ring, mine.query, mine.key, mine.value, mine.mask, keep, view)
 
 
 def _no_shift(output: torch.Tensor, tensor: torch.Tensor) -> PendingTransfer:

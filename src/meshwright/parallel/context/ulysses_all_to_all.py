@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
-from meshwright.model.tensors.select_token_ranges import index_tensor
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context.attention_args_to_4d import AttentionInputs
 from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -138,9 +138,7 @@ class HeadExchange:
             )
         needs = KVHeadAssignment.for_heads(heads, inputs.key.shape[1], near)
         query = self.to_heads(inputs.query, call.query_shard.length)
-        key, value = (
-            self._kv_heads(each, call.key_shard.length, needs) for each in (inputs.key, inputs.value)
-        )
+        key, value = (self._kv_heads(each, call.key_shard, needs) for each in (inputs.key, inputs.value))
         return replace(
             inputs,
             query=query,
@@ -177,15 +175,15 @@ class HeadExchange:
             counts[self.index % self.sequence_sharding.num_inner_ranks],
         )
 
-    def _kv_heads(self, tensor: torch.Tensor, length: int, needs: KVHeadAssignment) -> torch.Tensor:
+    def _kv_heads(self, tensor: torch.Tensor, shard: TokenShard, needs: KVHeadAssignment) -> torch.Tensor:
         if not needs.is_identity:
-            sent = [head for own in needs.sent_heads for head in own]
-            tensor = tensor.index_select(1, index_tensor(sent, tensor.device))
-        moved = self.to_heads(tensor, length)
+            sent = tuple(head for own in needs.sent_heads for head in own)
+            tensor = shard.selector.select(tensor, 1, sent)
+        moved = self.to_heads(tensor, shard.length)
         if not needs.used_heads:
             return moved
         used = needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks]
-        return moved.index_select(1, index_tensor(used, tensor.device))
+        return shard.selector.select(moved, 1, used)
 
     def _exchange_mask(self, given: AttentionInputs, length: int, name: str) -> torch.Tensor | None:
         if given.mask is None or self.sequence_sharding.num_inner_ranks == 1:

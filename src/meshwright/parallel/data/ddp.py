@@ -16,7 +16,8 @@ microbatches accumulate. Each bucket has one REDUCE, which sums its gradients ov
 Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights,
 gradients and optimizer states unchanged. A bucket is one contiguous buffer, allocated once: the first
 microbatch's gradients are copied into it and later ones are added. Parameters that a step does not reach
-are packed as zeros, so no rank waits for a gradient that never comes.
+are packed as zeros, so no rank waits for a gradient that never comes. On accelerators each gradient begins at
+a multiple of 128 bytes (`align_bytes`), and S counts the padding.
 Limits: weights, gradients and optimizer states must fit on every rank (ZeRO shards them). If links are
 slower than backward, the reduction is exposed: accumulate more microbatches, or compress.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and overlap, sections 3.2.2-3.2.3).
@@ -81,35 +82,43 @@ class DDP(Strategy):
         )  # what stands behind which action
         found, ends = BackwardIndex(actions), list[_BucketEnd]()
         for number, bucket in enumerate(buckets):
-            axes = view.plan.param_sum_axes(bucket[0].param_shardings[0], self.axis)
+            transfer = self._transfer(bucket, view, job)
             for microbatch in alone or (None,):
                 places = [
                     found.completing(param_group, view.model_spec.block_calls, microbatch)
                     for param_group in bucket
                 ]
                 ends.append(
-                    self._insert_bucket(actions, places, behind, str(number), bucket, axes, job, microbatch)
+                    self._insert_bucket(
+                        actions, places, behind, str(number), bucket, transfer, job, microbatch
+                    )
                 )
         done = [each for i, action in enumerate(actions) for each in (action, *behind.get(i, ()))]
         for end in ends:
             done = end.apply(done)
         return done
 
+    def _transfer(self, bucket: Sequence[ParamGroup], view: RankView, job: Job) -> Transfer:
+        axes = view.plan.param_sum_axes(bucket[0].param_shardings[0], self.axis)
+        numel = sum(view.plan.packed_numel(param_group.params) for param_group in bucket)
+        nbytes = numel * FLOAT_NBYTES[job.precision.reduce]
+        algorithm = SizeRule.parse(self.algorithm).algorithm_for(nbytes)
+        return Transfer("all_reduce", axes, nbytes, algorithm, job.precision.reduce)
+
+    @staticmethod
     def _insert_bucket(
-        self,
         actions: Sequence[Action],
         places: Sequence[Sequence[int]],
         behind: dict[int, list[Action]],
         name: str,
         bucket: Sequence[ParamGroup],
-        axes: tuple[str, ...],
+        transfer: Transfer,
         job: Job,
         microbatch: int | None,
     ) -> "_BucketEnd":
         casts = job.precision.reduce != job.precision.parameters
         tensors = tuple(name for param_group in bucket for name in param_group.names)
-        numel = sum(param_group.numel for param_group in bucket)
-        held = Allocation(f"bucket({name})", numel * FLOAT_NBYTES[job.precision.reduce])
+        held = Allocation(f"bucket({name})", transfer.nbytes)
         packs = list[Action]()
         for param_group, own in zip(bucket, places, strict=True):
             at = own[-1 if casts else 0]
@@ -128,8 +137,6 @@ class DDP(Strategy):
             behind.setdefault(at, []).append(pack)
         last = max(own[-1] for own in places)
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
-        algorithm = SizeRule.parse(self.algorithm).algorithm_for(held.nbytes)
-        transfer = Transfer("all_reduce", axes, held.nbytes, algorithm, job.precision.reduce)
         reduce = Action(
             "REDUCE", name, microbatch, stream="comm", waits=waits, tensors=tensors, transfer=transfer
         )

@@ -28,16 +28,18 @@ early into a fixed number of buffers. Stages 2 and 3 reduce after every backward
 full gradient outlives its block. With `replicate_axis`, shards are replicated over a second axis (HSDP):
 reduce-scatter inside a
 group, all-reduce of the shard across groups. Ranks with other tokens of the same samples are among
-the n: sums and shards cover them and the axis together.
+the n: sums and shards cover them and the axis together. A parameter whose shards would all lie on one rank
+(experts, where each rank has its own) stays whole.
 Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
-much again.
+much again. On accelerators each parameter and shard begins at a multiple of 128 bytes (`align_bytes`): N_b
+and P count the padding.
 Limits: an optimizer that reads more than one element needs shards at its shard alignment
 (plan/sharding/flat_param.py). Stage 3 needs fast links.
 Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch
 FSDP", arXiv 2304.11277 (sections 3.2 hybrid, 3.3 overlap).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -151,19 +153,21 @@ class ZeRO(Strategy):
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, say, if their ranks are all there are
+            replicas = (self.replicate_axis,) if self.replicate_axis else ()
+            return sharding.mesh.group_size((*axes, *replicas)) == 1
+
         def stored(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)
-            return (
-                replace(
-                    param_sharding, storage_layout=param_sharding.storage_layout.with_placement(axes, S(FLAT))
-                )
-                if self.stage == 3
-                else param_sharding
-            )
+            if self.stage < 3 or on_one_rank(axes):
+                return param_sharding
+            layout = param_sharding.storage_layout.with_placement(axes, S(FLAT))
+            return replace(param_sharding, storage_layout=layout)
 
         def shard(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)
-            grad = param_sharding.grad_layout.with_placement(axes, S(FLAT)).with_placement(
+            placement = I if on_one_rank(axes) else S(FLAT)
+            grad = param_sharding.grad_layout.with_placement(axes, placement).with_placement(
                 (self.replicate_axis,) if self.replicate_axis else (), I
             )
             return replace(stored(param_sharding), grad_layout=grad)
@@ -207,7 +211,7 @@ class ZeRO(Strategy):
 
     def _insert_step_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         param_groups, flat_param_specs = (
-            sorted(view.param_groups, key=lambda param_group: min(_call_indices(param_group, view))),
+            sorted(_flat_groups(view.param_groups), key=lambda group: min(_call_indices(group, view))),
             view.flat_param_specs,
         )
         gathers = {
@@ -245,7 +249,7 @@ class ZeRO(Strategy):
 
     def _insert_unshard_windows(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         param_groups, flat_param_specs = (
-            {param_group.name: param_group for param_group in view.all_param_groups},
+            {param_group.name: param_group for param_group in _flat_groups(view.all_param_groups)},
             view.flat_param_specs,
         )
         widths = {
@@ -312,12 +316,15 @@ def _with_insertions(
     return edited + owed
 
 
+def _flat_groups(param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    return [group for group in param_groups if group.param_shardings[0].flat_shard_axes]
+
+
 def _needed_groups(action: Action, param_groups: Sequence[ParamGroup]) -> tuple[str, ...]:
     by_loss = set(action.tensors) if action.kind == "LOSS" else set()
-    flat = (param_group for param_group in param_groups if param_group.param_shardings[0].flat_shard_axes)
     return tuple(
         each.name
-        for each in flat
+        for each in param_groups
         if {action.subject, ROOT} & set(each.block_calls) or by_loss & set(each.names)
     )
 

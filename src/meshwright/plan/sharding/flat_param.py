@@ -12,11 +12,21 @@ ranks hold padding. The optimizer's shard alignment says how finely a parameter 
     matrix    not at all: one rank owns each parameter (Adafactor, Muon)
 
 Coarser alignments pad more; `numel` is what is stored and sent, padding included.
+
+On an accelerator each parameter and each shard begins at a multiple of `align_numel` elements too, which are
+128 bytes (`align_bytes` of the plan): one bias of 10 elements would else misalign all parameters behind it,
+and kernels and NCCL could not load them by 16 bytes at once.
+
+    w0 (10 elements)           at 0                 at 0
+    w1                         at 10                at 32, of float32
+    shard 1                    anywhere             at a multiple of 32
+    padding                    none                 less than 128 bytes per parameter and per shard
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from typing import Literal
 
 from meshwright.plan.model_spec.model_spec import ParamSpec
@@ -61,30 +71,24 @@ class FlatParamSpec:
         num_ranks: int,
         shard_alignment: ShardAlignment = "element",
         full_numel: Mapping[str, int] | None = None,
+        align_numel: int = 1,
     ) -> "FlatParamSpec":
         """Lays out `params` in order; with alignment "matrix", the largest first, each on the rank with the
         least.
 
         `full_numel` gives the elements of the full parameters if `params` are slices: all slices of a
-        parameter go to the same index.
+        parameter go to the same index. Parameters and shards begin at multiples of `align_numel` elements.
         """
         if shard_alignment == "matrix":
-            return cls(
-                name,
-                axes,
-                num_ranks,
-                *_assign_owners(
-                    params, num_ranks, full_numel or {param.name: param.numel for param in params}
-                ),
-            )
-        step = QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1
+            full_numel = full_numel or {param.name: param.numel for param in params}
+            return cls(name, axes, num_ranks, *_assign_owners(params, num_ranks, full_numel, align_numel))
+        step = lcm(QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1, align_numel)
         entries, offset = [], 0
         for param in params:
-            offset = -(-offset // step) * step
+            offset = round_up(offset, step)
             entries.append((param.name, param.numel, offset))
             offset += param.numel
-        shard = -(-offset // num_ranks)
-        return cls(name, axes, num_ranks, -(-shard // step) * step, tuple(entries))
+        return cls(name, axes, num_ranks, round_up(-(-offset // num_ranks), step), tuple(entries))
 
     @property
     def numel(self) -> int:
@@ -113,15 +117,20 @@ class FlatParamSpec:
         return tuple(found)
 
 
+def round_up(numel: int, step: int) -> int:
+    """Returns the smallest multiple of `step` that is not below `numel`."""
+    return -(-numel // step) * step
+
+
 def _assign_owners(
-    params: Sequence[ParamSpec], num_ranks: int, full_numel: Mapping[str, int]
+    params: Sequence[ParamSpec], num_ranks: int, full_numel: Mapping[str, int], align_numel: int
 ) -> tuple[int, tuple[tuple[str, int, int], ...]]:
     loads, used, owner = [0] * num_ranks, [0] * num_ranks, {}
     for param in sorted(params, key=lambda each: -full_numel[each.name]):
         index = min(range(num_ranks), key=loads.__getitem__)
         owner[param.name] = index, used[index]
         loads[index] += full_numel[param.name]
-        used[index] += param.numel
+        used[index] += round_up(param.numel, align_numel)
     shard_numel = max(used)
     entries = (
         (param.name, param.numel, owner[param.name][0] * shard_numel + owner[param.name][1])

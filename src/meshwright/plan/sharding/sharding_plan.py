@@ -16,7 +16,7 @@ from functools import cached_property
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
-from meshwright.plan.sharding.flat_param import FlatParamSpec
+from meshwright.plan.sharding.flat_param import FlatParamSpec, round_up
 from meshwright.plan.sharding.mesh import AXES, Mesh, axes_with, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
@@ -34,7 +34,8 @@ class ShardingPlan:
     `block_calls_by_pp_rank` are the block calls of each rank along pp, which holds their parameters; empty:
     every rank runs all. Stages begin at `split_points`, except for the first one. `sequence_sharding` assigns
     the tokens of a sample to ranks. `syncs_batch_norm`: batch norms see all ranks' samples. The loss computes
-    logits in `num_loss_chunks` chunks of tokens.
+    logits in `num_loss_chunks` chunks of tokens. In a flat parameter, a bucket or another buffer of several
+    parameters, each parameter and each shard begins at a multiple of `align_numel` elements.
     """
 
     mesh: Mesh
@@ -51,6 +52,7 @@ class ShardingPlan:
     sequence_sharding: SequenceSharding | None = None
     syncs_batch_norm: bool = False
     num_loss_chunks: int = 1
+    align_numel: int = 1
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
@@ -295,9 +297,13 @@ class ShardingPlan:
             if axes:
                 ranks, alignment = self.mesh.group_size(axes), group.param_shardings[0].shard_alignment
                 found[group.name] = FlatParamSpec.build(
-                    group.name, group.params, axes, ranks, alignment, full_numels
+                    group.name, group.params, axes, ranks, alignment, full_numels, self.align_numel
                 )
         return found
+
+    def packed_numel(self, params: Iterable[ParamSpec]) -> int:
+        """Returns the elements of a bucket of `params`, the padding behind each included."""
+        return sum(round_up(param.numel, self.align_numel) for param in params)
 
     def unreduced_params(self) -> Iterator[ParamSharding]:
         """Returns the parameters whose gradients would reach the optimizer as partial sums."""

@@ -23,7 +23,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.grad_dependencies import completing_backwards, contributing_calls
-from meshwright.plan.step.memory.memory_names import SCRATCH, grad_name, sum_name
+from meshwright.plan.step.memory.memory_names import grad_name, sum_name
 from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 
@@ -55,8 +55,9 @@ class GradReduceScatter:
         every_microbatch: bool,
     ) -> None:
         self.replicate_axis, self.every_microbatch = replicate_axis, every_microbatch
-        self.param_groups = view.param_groups
         self.flat_param_specs = view.flat_param_specs
+        self.param_groups = [group for group in view.param_groups if group.name in self.flat_param_specs]
+        self._full_grads = {grad_name(group) for group in self.param_groups}
         self.block_calls = view.model_spec.block_calls
         self._groups_of = {
             block_call: [
@@ -224,11 +225,11 @@ class GradReduceScatter:
             return action
         new_groups = [group for group in self._groups_of[action.subject] if group.name not in allocation]
         allocation |= {group.name for group in new_groups}
-        scratch = tuple(allocated for allocated in action.allocations if allocated.name == SCRATCH)
+        kept = tuple(each for each in action.allocations if each.name not in self._full_grads)
         return replace(
             action,
             allocations=(
-                *scratch,
+                *kept,
                 *(
                     Allocation(grad_name(group), group.numel * FLOAT_NBYTES[self.param_dtype])
                     for group in new_groups
@@ -239,8 +240,7 @@ class GradReduceScatter:
     def _free_sums(self, action: Action) -> Action:
         if action.kind != "STEP":
             return action
-        full_grads = {grad_name(group) for group in self.param_groups}
-        frees = tuple(name for name in action.frees if name not in full_grads)
+        frees = tuple(name for name in action.frees if name not in self._full_grads)
         return replace(action, frees=(*frees, *map(sum_name, self.param_groups)))
 
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ class MatrixParcel:
     `axes` updates.
 
     `names_by_shard` are the parameters by index along `shard_axes`, over which the group is sharded flat;
-    ranks at different indices send different ones. Each rank puts in `numel` elements.
+    ranks at different indices send different ones. Each rank puts in `numel` elements, padding included.
     """
 
     param_group: str
@@ -181,6 +181,6 @@ def _transfer(collective: str, parcel: MatrixParcel, dtype: str) -> Transfer:
 def _sizes(view: RankView, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
     for index in range(view.plan.mesh.group_size(axes)):
         yield {
-            param_sharding.param.name: param_sharding.param.numel
+            param_sharding.param.name: view.plan.packed_numel([param_sharding.param])
             for param_sharding in RankView(view.plan, owner_coordinate(view, axes, index)).param_shardings
         }

@@ -85,9 +85,8 @@ def _pack_group(actions: list[Action], param_group: ParamGroup, view: RankView, 
     position = backwards[-1 if casts else 0] + 1
     if summed:
         position = first_grad_reader(actions)
-    allocation = Allocation(
-        f"bucket({param_group.name})", param_group.numel * FLOAT_NBYTES[job.precision.reduce]
-    )
+    nbytes = view.plan.packed_numel(param_group.params) * FLOAT_NBYTES[job.precision.reduce]
+    allocation = Allocation(f"bucket({param_group.name})", nbytes)
     waits = tuple(action.name for action in summed) or (actions[position - 1].name,)
     frees = () if casts else (grad_name(param_group),)
     while not summed and actions[position].kind in ("PACK", "REDUCE"):
@@ -131,7 +130,7 @@ def _wait_action(actions: Sequence[Action], param_group: ParamGroup, view: RankV
 def _reduce_tied(param_group: ParamGroup, waits: Action, view: RankView, job: Job) -> Action:
     flat_param, precision = view.flat_param_specs.get(param_group.name), job.precision.effective
     dtype = precision.reduce if flat_param is None else precision.gradients
-    numel = param_group.numel if flat_param is None else flat_param.shard_numel
+    numel = view.plan.packed_numel(param_group.params) if flat_param is None else flat_param.shard_numel
     member_indices = param_group.pp_ranks if len(param_group.pp_ranks) < view.plan.mesh.pp else ()
     transfer = Transfer(
         "all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=member_indices

@@ -2,6 +2,8 @@
 resolve.
 
     micro_batch = 2                      samples per microbatch and rank; 0: the whole local batch at once
+    align_bytes = 128                    parameters and shards begin at multiples of it in buffers; 0: by the
+                                         device; 1, as in a plan file without it: no padding
     cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
                                          for the plan
 
@@ -193,6 +195,7 @@ class PlanRequest:
     run: RunConfig = field(default_factory=RunConfig)
     mesh: dict[str, int] = field(default_factory=dict)
     micro_batch: int = 0
+    align_bytes: int = 0
     strategies: tuple[Strategy, ...] | None = None
     extra: dict[str, str] = field(default_factory=dict)
     cluster: str = ""
@@ -218,6 +221,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         **tables,
         "mesh": dict[str, int],
         "micro_batch": int,
+        "align_bytes": int,
         "cluster": str,
         **dict.fromkeys(EXTRA_KEYS, str),
     }
@@ -240,6 +244,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         run=run if run.cluster or not run.hardware else replace(run, cluster=cluster),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
+        align_bytes=values.get("align_bytes", int("plan_hash" in document)),
         strategies=chosen,
         cluster=cluster,
         # another plan has another hash

@@ -45,6 +45,7 @@ def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     document: dict[str, Any] = {
         **request.extra,
         "micro_batch": request.micro_batch,
+        "align_bytes": request.align_bytes,
         **_to_plain_values(request.job),
     }
     document |= {"cluster": request.cluster} if request.cluster else {}

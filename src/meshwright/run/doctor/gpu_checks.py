@@ -1,7 +1,6 @@
 """Checks the GPUs of this host that torch sees, their library, and the variables that both read."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from meshwright.device.local_device import (
     has_bfloat16_products,
     local_platform,
     num_accelerators,
+    unseen_platform,
 )
 from meshwright.device.platforms import CPU
 from meshwright.run.doctor.host_checks import Finding
@@ -23,9 +23,11 @@ def gpu_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
     """
     platform = local_platform()
     if platform == CPU:
-        if Path("/dev/nvidia0").exists():
-            text = f"there is a GPU, and torch {torch.__version__} cannot use it"
+        if (unseen := unseen_platform()) is not None:
+            text = f"there are devices of {unseen.name}, and torch {torch.__version__} sees none"
             fix = "install a build of torch that fits the driver (nvidia-smi shows it)"
+            if unseen.visible_variables:
+                fix += f"; or unset {unseen.visible_variables[0]}"
             yield Finding("GPUs", "warning", text, fix)
         else:
             yield Finding("GPUs", "ok", "none; ranks train on the CPU, over gloo")
