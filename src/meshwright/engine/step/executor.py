@@ -65,6 +65,7 @@ from meshwright.engine.runtime.step_profiler import (
 )
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
+from meshwright.engine.step.expert_load_counter import count_expert_load
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
 from meshwright.engine.step.strategy_tensors import StrategyTensors
@@ -124,6 +125,7 @@ class StepExecutor:
         owners = owner_names(strategy.name for strategy in plan.strategies)
         for owner, strategy in zip(owners, plan.strategies, strict=True):
             bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
+        count_expert_load(state)
         state.patches.apply_wrappers()
         in_place = plan.view.model_spec.writes_in_place
         blocks = state.trained_module.blocks

@@ -48,6 +48,7 @@ from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     batch_sum_along,
     reduce_totals_along,
+    step_total_nbytes,
 )
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
@@ -87,7 +88,7 @@ class BatchSplit(Strategy):
                 for action in self._insert_gathers(actions, view, job)
             ]
         )
-        return reduce_totals_along(met, self.axis)
+        return reduce_totals_along(met, self.axis, step_total_nbytes(view.plan))
 
     def _insert_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         model_spec, at = view.model_spec, index_of_last(actions, "LOSS")

@@ -74,7 +74,7 @@ from meshwright.plan.sharding.rank_work_share import weight_grad_flops
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards, stage_value_diagnostics
 from meshwright.plan.step.program import Action, Program
-from meshwright.plan.step.single_device_program import StageCalls
+from meshwright.plan.step.single_device_program import StageCalls, reduce_totals_along, step_total_nbytes
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 
@@ -264,6 +264,7 @@ class Pipeline(Strategy):
         return [StageCalls(action.kind, stage.block_calls, action.microbatch) for action, stage in actions]
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        program = reduce_totals_along(program, self.axis, step_total_nbytes(view.plan))
         return program.edit(lambda actions: self._insert_send_recv(actions, view, job))
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:

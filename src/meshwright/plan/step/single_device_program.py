@@ -2,7 +2,7 @@
 
     TOKEN_COUNT  the number of tokens of this step that count towards the loss (all microbatches)
     F            forward of one block call               LOSS      loss of one microbatch, and its gradient
-    B            backward of one block call              LOSS_SUM  the loss of the whole step
+    B            backward of one block call              LOSS_SUM  loss and expert load of the whole step
     I            the input-gradient half of a backward   W         the parameter-gradient half of a backward
     CLIP         the gradient norm, and clipping by it
     LOCAL_NORM   sum of the squares of this rank's gradients
@@ -21,12 +21,13 @@ Strategies may add PACK (gradients of a bucket into one contiguous buffer) and U
 the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
+from meshwright.plan.sharding.expert_load import num_load_counts
 from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
@@ -51,11 +52,6 @@ WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and fre
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
-# Totals of a step over ranks, and their bytes: float64.
-STEP_TOTAL_NBYTES = {
-    "TOKEN_COUNT": COUNT_NBYTES,
-    "LOSS_SUM": 8,
-}
 BATCH_SUM = "BATCH_SUM"
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
@@ -215,23 +211,23 @@ def step_by_group(actions: Iterable[Action], view: RankView) -> list[Action]:
     ]
 
 
-def reduce_totals_along(
-    program: Program, axis: str, kinds: Iterable[str] = tuple(STEP_TOTAL_NBYTES)
-) -> Program:
-    """Returns `program` with these totals of a step also reduced along `axis`; once, even if several
-    strategies ask for it.
+def step_total_nbytes(sharding: ShardingPlan) -> dict[str, int]:
+    """Returns the bytes of the totals of a step over ranks, float64, by the kind of their action."""
+    return {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8 * (1 + num_load_counts(sharding))}
+
+
+def reduce_totals_along(program: Program, axis: str, nbytes: Mapping[str, int]) -> Program:
+    """Returns `program` with the totals of a step in `nbytes`, by kind, also reduced along `axis`; once, even
+    if several strategies ask for it.
     """
 
     def reduce_along(action: Action) -> Action:
-        if action.kind not in kinds:
+        if action.kind not in nbytes:
             return action
         before = action.transfer.axes if action.transfer else ()
         axes = before if axis in before else (*before, axis)
-        return replace(
-            action,
-            stream="comm",
-            transfer=Transfer("all_reduce", axes, STEP_TOTAL_NBYTES[action.kind], dtype="float64"),
-        )
+        transfer = Transfer("all_reduce", axes, nbytes[action.kind], dtype="float64")
+        return replace(action, stream="comm", transfer=transfer)
 
     return program.edit(lambda actions: [reduce_along(action) for action in actions])
 
