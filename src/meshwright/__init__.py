@@ -37,6 +37,7 @@ _MODULES = {
     "meshwright.parallel.data.ddp_naive": ("NaiveDDP",),
     "meshwright.parallel.data.sync_batch_norm": ("SyncBatchNorm",),
     "meshwright.parallel.expert.expert_parallel": ("ExpertParallel",),
+    "meshwright.parallel.expert.expert_tensor_parallel": ("ExpertTensorParallel",),
     "meshwright.parallel.data.zero": ("ZeRO",),
     "meshwright.parallel.memory.activation_checkpointing": ("ActivationCheckpointing",),
     "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),

@@ -242,6 +242,8 @@ def _check_gradients(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
         )
         for axis, collective in param_sharding.grad_reductions().items() if weight.trainable else ():
+            if plan.sharding.mesh.size(axis) == 1:
+                continue
             # one rank receives the sum, and steps for all
             collective = "reduce" if axis in plan.sharding.primary_rank_axes else collective
             transfers = [mover for mover in movers[weight.name] if _has_transfer(mover, collective, axis)]

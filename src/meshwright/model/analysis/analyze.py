@@ -24,6 +24,7 @@ from meshwright.model.analysis.sharding_trials import (
     find_sequence_info,
     get_blocks,
     make_trial_factory,
+    make_trial_module,
     repeat_samples,
     set_training_mode,
     try_splits_on_slices,
@@ -52,6 +53,7 @@ from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
+from meshwright.model.trial.expert_slices import with_inner_splits
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
@@ -251,6 +253,8 @@ def analyze(
     try_splits = partial(try_splits_on_slices, plan, recorded, inputs)
     divisible = find_shardable_layers(module, findings, trial, layer_roles, roles, loss, try_splits)
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
+    if findings.experts_calls:
+        findings.experts_calls = list(with_inner_splits(findings.experts_calls, make_trial_module(plan)))
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
     model_spec = replace(
         _add_residual_stream(model_spec, trial.recording),

@@ -36,9 +36,13 @@ a token per node).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
@@ -137,7 +141,8 @@ class ExpertParallel(Strategy):
             for number, call in _numbered(view.model_spec.experts_calls):
                 dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
                 run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
-                runtime.state.patches.wrap_forward(call.name, run)
+                forward = runtime.state.trained_module.module.get_submodule(call.name).forward
+                runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))
         return {}
 
     def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
@@ -174,7 +179,7 @@ class ExpertParallel(Strategy):
             (sent, num_tokens * min(call.top_k, num_ranks - 1)),
             (received, num_tokens * (num_ranks - 1)),
             job.precision.compute,
-            _position(call, view),
+            call_position(call, view),
         )
 
 
@@ -203,6 +208,16 @@ def _list_and_number(param: ParamSpec) -> tuple[str, str]:
     return ".".join([block, *parts[:number]]), parts[number]
 
 
+def _dispatched(
+    run: Callable[..., torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return run(forward, *args, **kwargs)
+
+
 def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:
     """Yields each call with its number within its block call."""
     seen: dict[str, int] = {}
@@ -211,7 +226,7 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
         yield seen[call.block_call], call
 
 
-def _position(call: ExpertsCall, view: RankView) -> float:
+def call_position(call: ExpertsCall, view: RankView) -> float:
     """Returns the position of the call among the collectives of sharded layers in its block."""
     before = [
         at
