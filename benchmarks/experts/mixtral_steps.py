@@ -54,8 +54,10 @@ def batch(step: int, num_samples: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def ours(rank: int, size: int, store: str) -> Step:
-    """Returns our step; it returns the bytes that this rank sent to experts and back."""
+def join_and_parallelize(
+    rank: int, size: int, store: str
+) -> tuple[Trainer, Callable[[], dict[str, torch.Tensor]]]:
+    """Returns our trainer with a ledger that records, and the global batches of its steps."""
     join(rank, size, store)
     torch.set_num_threads(1)
     world = TorchWorld(Mesh(ep=size), rank, "cpu", shared_memory=False)
@@ -63,12 +65,19 @@ def ours(rank: int, size: int, store: str) -> Step:
     engine = _engine(NUM_EXPERTS, num_samples, world)
     world.ledger.is_recording = True
     number = iter(range(1 << 30))
+    return engine, lambda: batch(next(number), num_samples)
+
+
+def ours(rank: int, size: int, store: str) -> Step:
+    """Returns our step; it returns the bytes that this rank sent to experts and back."""
+    engine, next_batch = join_and_parallelize(rank, size, store)
+    ledger = engine.world.ledger
 
     def step() -> dict[str, float]:
-        world.ledger.entries.clear()
-        loss = engine.step(engine.local_batch(batch(next(number), num_samples))).loss
+        ledger.entries.clear()
+        loss = engine.step(engine.local_batch(next_batch())).loss
         exchanged = sum(
-            entry.sent_nbytes for entry in world.ledger.entries if entry.collective.startswith("all_to_all")
+            entry.sent_nbytes for entry in ledger.entries if entry.collective.startswith("all_to_all")
         )
         return {"loss": loss, "exchanged": exchanged}
 

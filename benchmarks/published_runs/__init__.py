@@ -1,5 +1,6 @@
 """Published training runs, as input of the planner.
 
+experts   models with experts: sizes and layouts that rows leave out
 layouts   mesh and strategies of a row, with the defaults of its code base
 machines  device, host and network of a row
 memory    framework memory of each code base

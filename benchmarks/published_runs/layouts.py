@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from meshwright.planner.analytic.closed_form_memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import (
+    DUALPIPE,
     ZB_H1,
     ZB_V,
     AttentionKernel,
@@ -48,6 +49,7 @@ SCHEDULE_PROFILES: Mapping[str, ScheduleProfile] = {
     "zb-1p": ZB_H1,
     "zb-2p": ScheduleProfile(0.0, 0.0, 0.0, 2.0, uniform_memory=True),
     "zb-v": ZB_V,
+    "dualpipe": DUALPIPE,
 }
 
 
@@ -57,8 +59,9 @@ class MissingInfo(Exception):
 
 @dataclass(frozen=True)
 class CodeBaseDefaults:
-    """Defaults of a code base that its rows do not state; `interleaved`: it uses virtual stages whenever pp >
-    1.
+    """Defaults of a code base that its rows do not state.
+
+    `interleaved`: it uses virtual stages whenever pp > 1; `micro_batch`: samples of a microbatch.
     """
 
     kernel: AttentionKernel = "flash2"
@@ -69,6 +72,7 @@ class CodeBaseDefaults:
     sequence_parallel: bool = False
     zero_stage: int = 0
     interleaved: bool = False
+    micro_batch: float | None = None
 
 
 BEFORE_FLASH = CodeBaseDefaults(
@@ -77,6 +81,7 @@ BEFORE_FLASH = CodeBaseDefaults(
 MEGATRON_CORE = CodeBaseDefaults(
     kernel="flash3", overlap_fraction=1.0, sequence_parallel=True, zero_stage=1, interleaved=True
 )  # NVIDIA's recipes
+DEEPSEEK = CodeBaseDefaults(kernel="flash3", overlap_fraction=1.0, zero_stage=1, micro_batch=1)
 # share of what tensor ranks send that torch's async TP overlaps with products; Megatron overlaps all of it
 ASYNC_TP_OVERLAP = 0.5
 DEFAULTS_BY_SOURCE: tuple[tuple[str, CodeBaseDefaults], ...] = (
@@ -93,6 +98,9 @@ DEFAULTS_BY_SOURCE: tuple[tuple[str, CodeBaseDefaults], ...] = (
     ("NVIDIA", MEGATRON_CORE),
     ("NeMo", MEGATRON_CORE),
     ("Megatron", MEGATRON_CORE),
+    ("yanring", replace(MEGATRON_CORE, micro_batch=1)),
+    ("DeepSeek", DEEPSEEK),
+    ("Insights into DeepSeek", DEEPSEEK),
     ("mosaic", CodeBaseDefaults(kernel="flash1")),
     ("torchtitan", CodeBaseDefaults(fused_norms=False)),
     ("", CodeBaseDefaults()),
@@ -111,13 +119,14 @@ def layout_of(
     batch, micro, times = numbers.get("global_batch"), numbers.get("micro_batch"), numbers.get("grad_accum")
     if dp < 1:
         raise MissingInfo("no number of devices")
+    defaults = next(defaults for name, defaults in DEFAULTS_BY_SOURCE if source.startswith(name))
     if not micro and batch and times:
         micro = batch / dp / times
+    micro = micro or defaults.micro_batch
     if not batch and micro and times:
         batch = micro * dp * times
     if not micro or not batch:
         raise MissingInfo("no microbatch or no global batch")
-    defaults = next(defaults for name, defaults in DEFAULTS_BY_SOURCE if source.startswith(name))
     notes, states = row.get("notes", ""), row.get("zero_fsdp", "").lower()
     return ParallelConfig(
         dp=dp,

@@ -18,6 +18,7 @@ from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 
+from benchmarks.published_runs.experts import expert_layout, expert_shape
 from benchmarks.published_runs.layouts import MissingInfo, layout_of, with_assumed_recompute
 from benchmarks.published_runs.machines import machine_of
 from benchmarks.published_runs.times import seconds_of
@@ -89,8 +90,11 @@ class Skipped:
     why: str
 
 
-def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
-    """Returns the rows of `file` that the planner can predict, and those that are skipped."""
+def read_runs(file: Path = RUNS, *, experts: bool = False) -> tuple[list[Run], list[Skipped]]:
+    """Returns the rows of `file` that the planner can predict, and those that are skipped.
+
+    `experts`: the models with experts, and not those without.
+    """
     runs, skipped = [], []
     with file.open(encoding="utf-8", newline="") as lines:
         for number, read in enumerate(csv.DictReader(lines), start=2):
@@ -99,7 +103,7 @@ def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
             }
             key, source = row.get("row_id") or f"line {number}", _source(row.get("source", ""))
             try:
-                runs.append(_run(key, source, row))
+                runs.append(_run(key, source, row, experts=experts))
             except MissingInfo as missing:
                 skipped.append(Skipped(key, source, str(missing)))
     return runs, skipped
@@ -126,11 +130,11 @@ def _number(row: Mapping[str, str], column: str) -> float | None:
     return value if isfinite(value) else None
 
 
-def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
+def _run(key: str, source: str, row: Mapping[str, str], *, experts: bool) -> Run:
+    if ((_number(row, "n_experts") or 0) > 1) != experts:
+        raise MissingInfo("no experts" if experts else "experts, which planner_experts scores")
     if "single transformer layer" in row.get("notes", ""):
         raise MissingInfo("the time of one layer, and of no step")
-    if (_number(row, "n_experts") or 0) > 1:
-        raise MissingInfo("experts, which are not built yet")
     if "ffload" in row.get("zero_fsdp", ""):
         raise MissingInfo("memory of the host, which is not built yet")
     machine = machine_of(row.get("hardware", ""))
@@ -139,6 +143,8 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     _check_sizes(row)
     shape, numbers = _shape(row), {name: _number(row, name) for name in row}
     layout = layout_of(source, row, shape, numbers, machine.devices_per_host)
+    if experts:
+        layout = expert_layout(row, layout, int(numbers.get("ep") or 1))
     if faults := [fault.problem for fault in shape.diagnostics()]:
         raise MissingInfo(faults[0])
     if layout.pp > shape.layers:
@@ -173,6 +179,7 @@ def _check_sizes(row: Mapping[str, str]) -> None:
         least = 1 if column not in ("micro_batch", "step_time_s") else 1e-9
         if (
             text.strip("?-")
+            and text != "MLA"  # latent attention: expert_shape
             and (number is None or number < least)
             and not (column in ZERO_IS_UNKNOWN and number == 0)
         ):
@@ -197,6 +204,9 @@ def _shape(row: Mapping[str, str]) -> ModelShape:
         vocab=int(sizes["vocab"] or 51200),
         sequence=int(sizes["seq_len"] or 0),
     )
+    experts, top_k = _number(row, "n_experts") or 0, _number(row, "top_k") or 0
+    if experts > 1:
+        return expert_shape(row, plain, int(experts), int(top_k))
     gated, num_params = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
     name = plain.name.lower()
     if "llama" in name or (

@@ -6,6 +6,7 @@ The first of these that a row has:
     tokens/s, samples/s    the tokens or samples of a step divided by it
     model FLOP/s           in the one convention to which they were converted: the FLOPs of a step divided
                            by it
+    FLOP/s of experts      of models with experts, with causal attention
     FLOP/s                 of hardware, if the source states the formula by which it counts them
 """
 
@@ -40,8 +41,15 @@ def seconds_of(
         return tokens / shape.sequence / (samples * count)
     if model:
         return shape.flops(tokens) / (model * 1e12 * count)
+    if shape.experts and printed:
+        return _causal_flops(shape, tokens) / (printed * 1e12 * count)
     formula = next((each for words, each in FORMULAS if words in row.get("flops_convention", "")), None)
     return formula(shape, tokens) / (printed * 1e12 * count) if formula and printed else None
+
+
+def _causal_flops(shape: ModelShape, tokens: float) -> float:
+    """Returns model FLOPs with half of the attention scores, as Megatron-LM counts them since 2025."""
+    return shape.flops(tokens) - 6 * tokens * shape.layers * shape.attention_dim * shape.sequence
 
 
 def _hardware_flops(shape: ModelShape, tokens: float) -> float:

@@ -12,7 +12,8 @@ SOURCE, ROUTINGS = f"{PACKAGE}/parallel", f"{PACKAGE}/nn/routing"
 FOLDER = "docs/techniques"
 # FOLDER/NAME of the modules there that several techniques share: no technique themselves
 SHARED = (
-    "expert/dense_experts", "expert/dispatch",
+    "expert/dense_experts",
+    "expert/dispatch",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",

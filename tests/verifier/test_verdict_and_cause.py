@@ -106,10 +106,17 @@ def test_a_difference_says_where_and_by_how_much(given: Difference, message: str
 
 
 def test_causes_come_before_their_effects():
-    assert QUANTITIES[: len(COMPARED_QUANTITIES)] == COMPARED_QUANTITIES
+    assert tuple(each for each in QUANTITIES if each in COMPARED_QUANTITIES) == COMPARED_QUANTITIES
     order = [
         QUANTITIES.index(quantity)
-        for quantity in ("initial value", "samples", "gradient", "grad norm", "parameter")
+        for quantity in (
+            "initial value",
+            "samples",
+            "choice of experts",
+            "gradient",
+            "grad norm",
+            "parameter",
+        )
     ]
     assert order == sorted(order)
 

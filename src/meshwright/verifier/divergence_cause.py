@@ -2,13 +2,15 @@
 
     init         the initial values differ
     data         the samples of a rank are not those of the plan
+    choice of    a token has other experts: of scores that nearly tie, rounding decides
+      experts
     plan         the numbers agree, and the messages sent are not those planned
     randomness   two runs on one device differ
     loss         on one device, the batch in two parts has another gradient than the whole batch
     loss scale   all gradients differ by one factor
     technique    none of these: the parallel technique computes something else
 
-The first four look alike on a loss curve. Only the last two are faults of this library; the others have a
+The first five look alike on a loss curve. Only the last two are faults of this library; the others have a
 repair in the user's code or config, which the verdict names (`CAUSE_NOTES`).
 """
 
@@ -40,6 +42,8 @@ def apparent_cause(differences: list[Difference]) -> str:
         return "init"
     if "samples" in quantities:
         return "data"
+    if "choice of experts" in quantities:
+        return "choice of experts"
     if quantities == {"ledger"}:
         return "plan"
     factors = [difference.factor for difference in earliest if difference.quantity == "gradient"]

@@ -26,10 +26,12 @@ from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.model.recording.expert_choices import ChoiceRecorder, first_other_choice
+from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import stepped_microbatches
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
 from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
@@ -137,6 +139,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
         extra_handlers={"COMPARE": lambda action, state: comparison.gradients(action.microbatch)},
     )
     comparison.executor = executor
+    recorder = comparison.record_choices(state)
     read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
     try:
         for step, truth in enumerate(reference.steps):
@@ -150,15 +153,18 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             world.ledger.counts.clear()
             metrics = executor.step(batch)
             report.counts.append(dict(world.ledger.counts))
+            comparison.choices(recorder, truth)
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             parameters = executor.gather_parameters()
             comparison.values("parameter", step, parameters, truth.parameters)
+            comparison.biases(subject.module, truth)
             report.num_steps += 1
         report.digests = {
             name: _digest(parameter) for name, parameter in executor.gather_parameters().items()
         }
     finally:
+        recorder.detach()
         executor.close()
     report.sent_entries = list(world.ledger.entries)
     return report
@@ -277,6 +283,37 @@ class _RankComparison:
             if actual.shape != read_batch.shape or not torch.equal(actual, read_batch):
                 self._add_difference("samples", key, "", None)
 
+    def record_choices(self, state: RankState) -> ChoiceRecorder:
+        """Returns a recorder of the choices of experts in the forwards of the rank, by microbatch."""
+        forwards = [action for action in state.plan.actions if action.kind in FORWARD_KINDS]
+        microbatches = {action.name: action.microbatch or 0 for action in forwards}
+        recorder = ChoiceRecorder(lambda: microbatches.get(state.current_action))
+        if not state.plan.sharding.primary_rank_axes:
+            layers = {call.name for call in state.plan.view.model_spec.experts_calls if call.form == "choice"}
+            recorder.attach(state.trained_module.module, layers)
+        return recorder
+
+    def choices(self, recorder: ChoiceRecorder, truth: ReferenceStep) -> None:
+        """Compares the experts that each token of the rank has chosen, and forgets what was recorded."""
+        plan, rank = self._parity_case.plan, self._report.rank
+        read = [index for index in plan.samples_read(rank) if index < len(next(iter(truth.batch.values())))]
+        for (layer, microbatch), found in recorder.found.items():
+            first = int(str(microbatch)) * plan.micro_batch
+            samples, expected = read[first : first + plan.micro_batch], truth.choices.get(layer)
+            if not samples or expected is None:  # a dummy
+                continue
+            by_sample, length = found.of_samples(len(samples)), expected.index.shape[1]
+            positions = list(range(length))
+            if by_sample.index.shape[1] != length and plan.sharding.sequence_sharding is not None:
+                index = plan.rank_view(rank).work_share.token_shard
+                spans = plan.sharding.sequence_sharding.token_ranges(length, index)
+                positions = span_positions(spans).tolist()
+            if by_sample.index.shape[1] == len(positions):  # else padding is among them
+                other = first_other_choice(by_sample, expected, samples, positions)
+                if other:
+                    self._add_difference("choice of experts", f"{layer}, {other}", "", None)
+        recorder.found.clear()
+
     def number(self, quantity: str, actual: float, expected: float) -> None:
         error = abs(actual - expected) / max(abs(expected), 1e-300)
         self._record_error(quantity, error)
@@ -303,6 +340,13 @@ class _RankComparison:
             self._record_error(quantity, error)
             if not error <= allowed:
                 self._add_difference(quantity, name, block, error, common_factor())
+
+    def biases(self, module: torch.nn.Module, truth: ReferenceStep) -> None:
+        """Compares the buffers of this stage that move the choice of experts: they have the same bits."""
+        for bias in self._parity_case.plan.rank_view(self._report.rank).model_spec.choice_biases:
+            known = truth.biases.get(bias.buffer)
+            if known is not None and not torch.equal(module.get_buffer(bias.buffer), known):
+                self._add_difference("parameter", bias.buffer, bias.block_call, None)
 
     def gradients(self, microbatch: int | None) -> None:
         """Handles COMPARE: compares every gradient as the optimizer is about to see it, before clipping.

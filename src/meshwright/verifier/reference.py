@@ -20,6 +20,7 @@ from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
+from meshwright.model.recording.expert_choices import ChoiceRecorder, Choices
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
@@ -55,7 +56,8 @@ class ReferenceStep:
     """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
-    `gradients` those of the last one.
+    `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
+    `choices` are those of the tokens of the batch, by experts.
     """
 
     batch: Batch
@@ -64,6 +66,8 @@ class ReferenceStep:
     gradients: TensorsByName
     parameters: TensorsByName
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
+    biases: TensorsByName = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,14 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     )
     optimizer = _plain_sgd(plan.job, subject)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
-    samples = parity_case.batch_reader(plan, 0)
+    samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
+    found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
+    step_ends = [each for each in found if each is not None]
+    recorder = ChoiceRecorder(lambda: len(reference.steps))
+    if replay is None:
+        recorder.attach(
+            subject.module, {call.name for call in model_spec.experts_calls if call.form == "choice"}
+        )
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
@@ -113,10 +124,19 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        if parity_case.loss.count(batch) > 0:  # a step in which nothing counts changes nothing
+        updates = bool(parity_case.loss.count(batch) > 0)
+        if updates:  # a step in which nothing counts changes nothing
             optimizer.step()
+        for end_step in step_ends:
+            end_step(updates)
+        biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, parameters_after))
+        num_samples = len(next(iter(batch.values())))
+        choices = {layer: each.of_samples(num_samples) for (layer, _), each in recorder.found.items()}
+        recorder.found.clear()
+        values = (loss.item(), norm.item(), gradients, parameters_after)
+        reference.steps.append(ReferenceStep(batch, *values, biases=_values(biases), choices=choices))
+    recorder.detach()
     return reference
 
 
@@ -208,7 +228,7 @@ def _backward(loss: torch.Tensor) -> None:
         backward_from(loss, 1.0)
 
 
-def _values(parameters: Mapping[str, torch.nn.Parameter]) -> TensorsByName:
+def _values(parameters: Mapping[str, torch.Tensor]) -> TensorsByName:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
@@ -247,7 +267,7 @@ def _loss(
             rng.begin_forward(step, torch.arange(first, first + num_rows))
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
                 outputs = subject.module(**inputs)
-    return parity_case.loss.total(outputs, batch) / (
+    return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
 

@@ -17,6 +17,10 @@ CAUSE_NOTES = {
     "data": "samples depend on the rank that reads them: read them by their index alone",
     "plan": "the program sends other bytes than planned: this is a bug, report the plan",
     "randomness": "two runs on one device differ: the forward draws numbers that the seed does not determine",
+    "choice of experts": (
+        "of scores that nearly tie, rounding decides which expert a token gets. If the margin is as small as "
+        "rounding, nothing is wrong: verify with other samples, or with scores in float64"
+    ),
     "loss": (
         "on one device too, the batch in two parts has another gradient: the loss or the model couples "
         "samples; return a sum over samples, or set Loss(whole_batch=True)"
@@ -34,7 +38,9 @@ COMPARED_QUANTITIES = (
 )
 # within a step, the earlier one is the cause of the later
 QUANTITIES = (
-    *COMPARED_QUANTITIES,
+    *COMPARED_QUANTITIES[:2],
+    "choice of experts",
+    *COMPARED_QUANTITIES[2:],
     "replica",
     "ledger",
 )

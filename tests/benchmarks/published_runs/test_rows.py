@@ -72,7 +72,7 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"n_experts": "8"}, "experts, which are not built yet"),
+        ({"n_experts": "8"}, "experts, which planner_experts scores"),
         ({"hardware": "TPU v3"}, "a device that is not known: 'TPU v3'"),
         ({"zero_fsdp": "ZeRO-2 + Offload"}, "memory of the host, which is not built yet"),
         ({"hidden": "", "heads": "?"}, "no hidden, heads"),

@@ -14,6 +14,7 @@ from meshwright.commands.plan import resolve_config
 from meshwright.commands.search.search import (
     SearchOptions,
     SearchOutcome,
+    outcome_as_dict,
     run_search,
     search_view,
     winner_config,
@@ -39,6 +40,11 @@ GPT2 = {
     },
     **{"n_positions": 64},
 }
+MIXTRAL = {
+    **LLAMA,
+    **{"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 WISHES = {
     "replicas": (2, ("pp=1", "tp=1", "zero=0")),
     "hsdp": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
@@ -48,6 +54,8 @@ WISHES = {
     "dualpipe": (2, ("pp=2", "schedule=dualpipe")),
     "ring": (3, ("cp=3", "context_parallel=ring", "zero=3")),
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
+    "experts": (4, ("ep=2", "dp=4", "zero=1")),
+    "experts_on_all_axes": (8, ("ep=2", "tp=2", "pp=2", "dp=2")),
     "all": (8, ("cp=2", "tp=2", "pp=2", "context_parallel=ulysses", "schedule=1f1b")),
 }
 KINDS = {"replicas": "v100"}  # which has no bfloat16
@@ -86,7 +94,7 @@ def written(found: SearchOutcome, folder: Path) -> tuple[Path, list[str]]:
     ]
 
 
-@pytest.mark.parametrize("search_request", WISHES)
+@pytest.mark.parametrize("search_request", [name for name in WISHES if "experts" not in name])
 def test_plan_takes_what_was_chosen(tmp_path: Path, search_request: str):
     found = chosen(tmp_path, LLAMA, search_request)
     path, rest = written(found, tmp_path)
@@ -113,6 +121,35 @@ def test_what_was_chosen_equals_one_device(tmp_path: Path, search_request: str):
 def test_plan_takes_what_was_chosen_for_another_family(tmp_path: Path):
     path, rest = written(chosen(tmp_path, GPT2, "all"), tmp_path)
     assert resolve_config(path, rest, None)[1].plan.mesh.world_size == 8
+
+
+@pytest.mark.parametrize("search_request", ["experts", "experts_on_all_axes"])
+def test_plan_takes_the_experts_that_were_chosen(tmp_path: Path, search_request: str):
+    found = chosen(tmp_path, MIXTRAL, search_request)
+    path, rest = written(found, tmp_path)
+    plan = resolve_config(path, rest, None)[1].plan
+    layout = found.result.best[0].config
+    assert plan.mesh.ep == layout.ep == 2
+    assert plan.mesh.dp_replicate * plan.mesh.dp_shard * plan.mesh.ep == layout.dp
+
+
+def test_experts_that_were_chosen_equal_one_device(tmp_path: Path):
+    path, rest = written(chosen(tmp_path, MIXTRAL, "experts"), tmp_path)
+    verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)
+    assert verdict.passed
+
+
+def test_ep_is_found_for_a_model_whose_experts_fill_devices():
+    text = "layers 94 hidden 4096 heads 64 kv_heads 4 head 128 vocab 151936 gated experts 128 top_k 8"
+    options = SearchOptions(f"qwen3: {text} expert_ffn 1536", 64, "h100", 256, 4096, num_kept=2)
+    found = run_search(options)
+    assert found.result.best[0].config.ep > 1
+    names = [(each["name"], each.get("axis")) for each in winner_config(found, "m")["strategies"]]
+    assert ("expert_parallel", None) in names
+    assert ("batch_split", "ep") in names
+    row = outcome_as_dict(found)["configurations"][0]
+    assert row["peak_bytes_at_most"] > row["peak_bytes"]
+    assert "1.6 times the mean" in outcome_as_dict(found)["assumptions"]["experts"]
 
 
 def test_uneven_stages_of_heterogeneous_devices_are_cuts_that_plan_accepts(tmp_path: Path):

@@ -81,7 +81,20 @@ def test_one_device_has_no_strategies_and_says_so(tmp_path: Path):
     assert resolve_config(path, [], None, needs_data=False)[1].plan.strategies == ()
 
 
-@pytest.mark.parametrize("text", [GATED, PLAIN, "wide: layers 2 hidden 64 heads 4 head 32 vocab 100 gated"])
+SMALL = "layers 3 hidden 64 heads 4 vocab 100 gated experts 6 top_k 2 expert_ffn 32"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GATED,
+        PLAIN,
+        "wide: layers 2 hidden 64 heads 4 head 32 vocab 100 gated",
+        f"experts: {SMALL} ffn 96 dense_layers 1 kv_heads 2 head 32",
+        f"latent: {SMALL} ffn 96 shared_ffn 64 dense_layers 1 "
+        "q_rank 24 kv_rank 16 head 16 rope_head 8 value_head 12",
+    ],
+)
 def test_a_model_of_sizes_has_these_sizes(tmp_path: Path, text: str):
     shape = parse_shape(text)
     (tmp_path / "config.json").write_text(json.dumps(sizes_to_model_config(shape)))

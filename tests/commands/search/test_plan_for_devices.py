@@ -10,7 +10,7 @@ from meshwright.commands.search.plan_for_devices import resolve_for_devices
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from tests.command_line import TEXT, forget_ranks, invoke
-from tests.commands.search.test_best_plan_to_config import LLAMA
+from tests.commands.search.test_best_plan_to_config import LLAMA, MIXTRAL
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def test_with_hardware_data_parallelism_comes_first_for_a_model_that_fits(config
     plan, notes = resolved(config, hardware="h100")
     assert plan.mesh.dp_replicate * plan.mesh.dp_shard == 4
     assert "chosen: dp 4" in notes
+
+
+def test_a_job_that_excludes_ep_is_searched_without(config: Path):
+    (config.parent / "llama.json").write_text(json.dumps(MIXTRAL))
+    plan, notes = resolved(config, "--train.noise_scale", "true", hardware="h100")
+    assert str(plan.mesh) == "dp_shard 4"
+    assert "not chosen: dp 4, ep 4" in notes
 
 
 def test_the_reason_why_it_does_not_come_first_is_a_note(config: Path):

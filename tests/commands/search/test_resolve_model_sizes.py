@@ -11,12 +11,15 @@ from transformers import (
     CLIPConfig,
     CLIPTextConfig,
     CLIPVisionConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     Llama4Config,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    Qwen2MoeConfig,
     Qwen3Config,
     RobertaConfig,
     T5Config,
@@ -61,19 +64,66 @@ def test_a_factory_that_is_named_after_layers_is_a_file():
     assert not is_shape_text("model.py:few_layers")
 
 
-def test_a_model_with_experts_is_refused(tmp_path: Path):
-    config = MixtralConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        vocab_size=50,
-    )
-    config.architectures = ["MixtralForCausalLM"]
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 130}
+EXPERTS = {
+    "mixtral": (MixtralConfig(**SMALL, intermediate_size=96, num_key_value_heads=2), (8, 2, 96, 0, 0)),
+    "qwen2": (
+        Qwen2MoeConfig(
+            **SMALL,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=80,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+        ),
+        (6, 3, 32, 80, 1),
+    ),
+    "gpt_oss": (
+        GptOssConfig(**SMALL, intermediate_size=96, num_local_experts=4, num_key_value_heads=2, head_dim=32),
+        (4, 4, 96, 0, 0),
+    ),
+    "deepseek": (
+        DeepseekV3Config(
+            **SMALL,
+            intermediate_size=96,
+            moe_intermediate_size=32,
+            n_routed_experts=8,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            num_key_value_heads=4,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+        ),
+        (8, 2, 32, 64, 1),
+    ),
+}
+NAMES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek": "DeepseekV3ForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_read_and_the_parameters_are_those_of_the_model(tmp_path: Path, family: str):
+    config, expected = EXPERTS[family]
+    config.architectures = [NAMES[family]]
     config.save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match="has 8 experts in a layer, which are not searched yet"):
-        model_shape(str(tmp_path), 0)
+    size = model_size(str(tmp_path), 64)
+    shape = size.shape
+    found = (shape.experts, shape.top_k, shape.expert_ffn_dim, shape.shared_ffn, shape.dense_layers)
+    assert found == expected
+    # but for the biases of gpt-oss, and the gate of Qwen's shared experts
+    assert shape.numel == pytest.approx(size.num_matrix_params, rel=0.02 if family == "gpt_oss" else 0.002)
+    assert not [text for text in size_warnings(size) if "weights" in text]
 
 
 def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(
@@ -93,7 +143,7 @@ def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(
         "meshwright.commands.search.resolve_model_sizes.load_model",
         lambda *_, **__: pytest.fail("the model was made"),
     )
-    with pytest.raises(PlanError, match="has 4 experts in a layer, which are not searched yet"):
+    with pytest.raises(PlanError, match="has 4 experts in a layer, of which"):
         model_shape(str(tmp_path), 0)
 
 

@@ -55,7 +55,7 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_numbers():
         step.forward_passes[0] = ForwardPass(lambda block_call: None)
         step.final_glue[0] = None, BlockCall("(outputs)")
         state.works["REDUCE(0)"] = CompletedWork()
-        step.loss_sum += 3
+        step.loss_sum.add_(3)
     state.end_step()
     assert (step.microbatches, step.forward_passes, step.final_glue, state.works) == ([], {}, {}, {})
     assert state.step.loss_sum.item() == 3

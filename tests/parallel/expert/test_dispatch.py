@@ -5,16 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.parallel.expert.dispatch import expected_rows, expert_ranges, reached_shares, weights_dtype
-
-
-@pytest.mark.parametrize(("num_experts", "num_ranks"), [(5, 3), (8, 2), (3, 3), (7, 4)])
-def test_ranks_have_all_experts_in_order_the_first_one_more(num_experts: int, num_ranks: int):
-    found = expert_ranges(num_experts, num_ranks)
-    assert [each for first, end in found for each in range(first, end)] == list(range(num_experts))
-    sizes = [end - first for first, end in found]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
+from meshwright.parallel.expert.dispatch import expected_rows, reached_shares, weights_dtype
+from meshwright.plan.sharding.expert_load import expert_ranges
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "num_ranks"), [(5, 2, 3), (8, 2, 2), (6, 3, 3), (4, 4, 2)])

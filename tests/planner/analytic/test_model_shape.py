@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.analytic.closed_form_memory import estimate_memory
-from meshwright.planner.analytic.closed_form_step_time import layer_collectives, layer_compute
+from meshwright.planner.analytic.layer_time import layer_collectives, layer_compute
 from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import make_machine

@@ -21,21 +21,26 @@ from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import HomogeneousEstimator
 
 SMALL = ModelShape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192)
+EXPERTS = replace(SMALL, experts=12, top_k=2, expert_ffn=512, shared_ffn=256, dense_layers=1)
 
 
-@pytest.mark.parametrize("sequence", [512, 8192, 131_072])
+@pytest.mark.parametrize(
+    "shape",
+    [*(replace(SMALL, sequence=sequence) for sequence in (512, 8192, 131_072)), EXPERTS],
+    ids=["512", "8192", "131072", "experts"],
+)
 @pytest.mark.parametrize(
     ("kind", "start", "latency"), [("A100", 4e-6, 3e-5), ("V100", 1e-3, 0.0), ("H100", 4e-6, 1e-2)]
 )
 def test_no_layout_takes_less_than_the_lower_bound_of_its_mesh(
-    sequence: int, kind: str, start: float, latency: float
+    shape: ModelShape, kind: str, start: float, latency: float
 ):
     """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or
     at once.
     """
     given = make_machine(kind, 12, host_size_override=4)
     given = replace(given, rates=replace(given.rates, kernel_start_s=start, latency_s=latency))
-    asked = SearchRequest(replace(SMALL, sequence=sequence), given, 24, SCHEDULES, min_tokens_per_rank=256)
+    asked = SearchRequest(shape, given, 24, SCHEDULES, min_tokens_per_rank=256)
     ground, close = HomogeneousEstimator(asked), []
     for mesh in candidate_meshes(asked):
         for sized in with_microbatch_sizes(asked, mesh):

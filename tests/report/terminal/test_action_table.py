@@ -44,7 +44,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.action_table import KIND_TEXTS, plan_details
+from tests.model.loss import test_load_balancing_loss
 from tests.paper_model import SyntheticModel
+from tests.parallel.expert import test_loss_free_balancing
 from tests.parallel.expert.mixture_model import analyzed_mixtral, expert_strategies, sgd_job
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
@@ -236,6 +238,8 @@ def all_programs() -> list[Plan]:
         plan_of(ranks=1),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),
+        test_loss_free_balancing.plan_of("ep"),
+        make_plan(test_load_balancing_loss.analyzed(), sgd_job(), Mesh(ep=3)),
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
     ]

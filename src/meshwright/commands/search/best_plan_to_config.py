@@ -75,6 +75,7 @@ def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:
         ("pp", config.pp),
         ("dp_replicate", outer),
         ("dp_shard", inner),
+        ("ep", config.ep),
         ("cp", config.cp),
         ("tp", config.tp),
     )
@@ -86,8 +87,8 @@ def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:
 def _data_parallel_sizes(config: ParallelConfig) -> tuple[int, int]:
     if not config.zero_stage:
         return config.dp, 1
-    inner = config.zero_group_size or config.dp
-    return config.dp // inner, inner
+    group = config.zero_group_size or config.dp
+    return config.dp // group, group // config.ep
 
 
 def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -102,9 +103,12 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
         yield _attention(config)
     if config.recompute != "none":
         yield {"name": "activation_checkpointing"}
+    if config.ep > 1:
+        yield {"name": "expert_parallel"}
+        yield {"name": "batch_split", "axis": "ep"}
     outer, inner = _data_parallel_sizes(config)
     yield from [{"name": "batch_split", "axis": "dp_replicate"}] if outer > 1 else []
-    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 else []
+    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 or config.ep > 1 else []
     if config.data_parallel_size > 1:
         yield _storage_strategy(config, outer, inner)
 
@@ -132,7 +136,7 @@ def _storage_strategy(config: ParallelConfig, outer: int, inner: int) -> dict[st
     replicate_axis = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
     return {
         "name": "zero",
-        "axis": "dp_shard" if inner > 1 else "cp",
+        "axis": "dp_shard" if inner > 1 or config.ep > 1 else "cp",
         "stage": config.zero_stage,
         **replicate_axis,
     }

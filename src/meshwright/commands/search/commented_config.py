@@ -1,7 +1,8 @@
 """Writes the tables of a config with comments, ready to be read, changed and run.
 
 For a model that is given by its sizes, `sizes_to_model_config` makes a transformers config: Llama with a
-gated MLP, Starcoder2 without. Both take any number of key/value heads.
+gated MLP, Starcoder2 without, both of which take any number of key/value heads; with experts Qwen3, Qwen2 if
+some of them are shared, DeepSeek-V3 if attention is latent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from meshwright.commands.search.resolve_model_sizes import LATENT_KEYS
 from meshwright.parallel import STRATEGIES
 from meshwright.planner.analytic.model_shape import ModelShape
 
@@ -33,6 +35,7 @@ COMMENTS = {
     "mesh.pp": "pipeline stages",
     "mesh.dp_replicate": "data-parallel ranks with full copies",
     "mesh.dp_shard": "data-parallel ranks that share the states",
+    "mesh.ep": "ranks with different experts, and samples",
     "mesh.cp": "ranks that share the tokens of a sequence",
     "mesh.tp": "ranks that share each matrix",
     "run.folder": "checkpoints, metrics and logs",
@@ -78,7 +81,7 @@ def _idea(strategy: Mapping[str, Any]) -> str:
 
 def sizes_to_model_config(shape: ModelShape) -> dict[str, Any]:
     """Returns a transformers config with the sizes of `shape`."""
-    kind = ("llama", "LlamaForCausalLM") if shape.gated else ("starcoder2", "Starcoder2ForCausalLM")
+    kind, own = _family(shape)
     sizes = {
         "model_type": kind[0],
         "architectures": [kind[1]],
@@ -91,8 +94,29 @@ def sizes_to_model_config(shape: ModelShape) -> dict[str, Any]:
         "max_position_embeddings": shape.sequence,
         "tie_word_embeddings": shape.tied,
     }
-    return {
-        **sizes,
-        **({"head_dim": shape.head} if shape.head else {}),
-        **({} if shape.gated else {"use_bias": False}),
-    }
+    return sizes | own
+
+
+def _family(shape: ModelShape) -> tuple[tuple[str, str], dict[str, Any]]:
+    """The model type and class of transformers with the parts of `shape`, and the sizes that only it has."""
+    head = {"head_dim": shape.head} if shape.head else {}
+    if not shape.experts:
+        if shape.gated:
+            return ("llama", "LlamaForCausalLM"), head
+        return ("starcoder2", "Starcoder2ForCausalLM"), head | {"use_bias": False}
+    experts = {"num_experts_per_tok": shape.top_k, "moe_intermediate_size": shape.expert_ffn_dim}
+    if shape.kv_rank:
+        latent = {theirs: vars(shape)[ours] for ours, theirs in LATENT_KEYS.items()}
+        return ("deepseek_v3", "DeepseekV3ForCausalLM"), experts | latent | {
+            "q_lora_rank": shape.q_rank or None,
+            "n_routed_experts": shape.experts,
+            "n_shared_experts": shape.shared_ffn // shape.expert_ffn_dim,
+            "first_k_dense_replace": shape.dense_layers,
+            "n_group": 1,
+            "topk_group": 1,
+        }
+    experts |= {"num_experts": shape.experts, "mlp_only_layers": list(range(shape.dense_layers))}
+    if shape.shared_ffn:
+        shared = {"shared_expert_intermediate_size": shape.shared_ffn}
+        return ("qwen2_moe", "Qwen2MoeForCausalLM"), head | experts | shared
+    return ("qwen3_moe", "Qwen3MoeForCausalLM"), {"head_dim": int(shape.head_dim)} | experts

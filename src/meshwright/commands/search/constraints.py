@@ -1,6 +1,7 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
     dp tp pp cp                 ranks along an axis
+    ep                          ranks, of those along dp, with different experts
     dp_shard                    the data-parallel ranks that share one set of shards
     zero                        the ZeRO stage
     micro_batch                 samples of a microbatch

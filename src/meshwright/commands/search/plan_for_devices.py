@@ -10,7 +10,7 @@ refused here, because a layer does not divide, or the peak does not fit; the rea
 What was chosen is part of the plan that `--out` writes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.commands.plan import ResolvedRequest, checked_request, resolve
@@ -102,9 +102,15 @@ def _has_mesh(request: PlanRequest) -> bool:
     )
 
 
-def _search_plan(request: PlanRequest, devices: _Devices, notes: list[str]) -> _Allowed:
-    """The best plan of a search; appends to `notes` what was refused, and why."""
+def _search_plan(
+    request: PlanRequest, devices: _Devices, notes: list[str], fixed: Mapping[str, int] | None = None
+) -> _Allowed:
+    """The best plan of a search, with sizes that are `fixed`; appends to `notes` what was refused, and why.
+
+    If the job excludes experts on different ranks, which the search does not know, it is repeated without.
+    """
     wanted = _search_request(request, devices)
+    wanted = replace(wanted, fixed={**wanted.fixed, **(fixed or {})})
     found = search(wanted, NUM_TRIED)
     if not found.best:
         raise no_result_error(wanted, found)
@@ -124,6 +130,9 @@ def _search_plan(request: PlanRequest, devices: _Devices, notes: list[str]) -> _
         )
         for candidates in ([alone] if alone else [], others)
     )
+    allowed_ep = [each.choice.request.mesh.get("ep", 1) for each in (first, second) if each is not None]
+    if errors and any(each.config.ep > 1 for each in found.best) and max(allowed_ep, default=1) == 1:
+        return _search_plan(request, devices, notes, {"ep": 1})
     if first is None or second is None:
         only = first or second
         if only is None:

@@ -12,7 +12,8 @@ from meshwright.parallel.pipeline.schedules.registry import find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
 from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.plan.step.simulator import SpansByRank
-from meshwright.planner.analytic.closed_form_step_time import PassTime, boundary_send_s, microbatch_time
+from meshwright.planner.analytic.closed_form_step_time import boundary_send_s, microbatch_time
+from meshwright.planner.analytic.layer_time import PassTime
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, search
 from meshwright.report.search.search_page import search_page

@@ -2,10 +2,11 @@
 
 The model of a config is made without weights, to count its parameters. The search covers decoders of equal
 layers; a model whose parameter count does not match its sizes is reported. Configs do not say whether an MLP
-is gated; the count decides.
+is gated; the count decides. Experts are read from the config, and the layers that have them from the matrices
+[experts, ...] of the model.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -35,6 +36,15 @@ EXPERT_KEYS = (
     "n_routed_experts",
     "moe_num_experts",
 )  # names of their number in configs
+TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk")  # names of the experts chosen for a token
+NUM_SHARED_KEYS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+LATENT_KEYS = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "head": "qk_nope_head_dim",
+    "rope_head": "qk_rope_head_dim",
+    "value_head": "v_head_dim",
+}
 MAX_PADDING_ROWS = 2  # embedding rows that some families put before the first position
 PARAM_TOLERANCE = (
     0.1  # relative difference of parameter counts above which a model is no decoder of equal layers
@@ -130,9 +140,7 @@ def config_size(model: ModelConfig, sequence: int) -> ModelSize:
     raise_diagnostics(_missing_source_diagnostics(source))
     config = read_source_config(model)
     if config is not None:
-        raise_diagnostics(
-            _unsearched(source, config)
-        )  # to make a model of many experts, which is refused, takes minutes
+        raise_diagnostics(_unsearched(source, config))  # before the model is made, which takes seconds
     loaded = load_model(model, seed=0)
     module = loaded.deferred_init.instantiate()
     config = config_of(module)
@@ -152,12 +160,13 @@ def config_size(model: ModelConfig, sequence: int) -> ModelSize:
         Path(source).stem,
         **sizes,
         **_optional_sizes(config_values),
+        **_expert_sizes(config_values, module, sizes["layers"]),
         tied=bool(config_values.get("tie_word_embeddings")),
     )
     matrices = sum(
         prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
     )
-    head = config_values.get("head_dim") if plain.heads > 0 else 0
+    head = config_values.get("head_dim") if plain.heads > 0 and not plain.kv_rank else 0
     wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.head_dim else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
     shape = min(both, key=lambda shape: abs(shape.numel - matrices))
@@ -187,10 +196,13 @@ def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
             f"take a decoder; {exists}",
             "MODEL",
         )
-    experts = _experts(config.to_dict())
-    if experts > 1:
-        text = f"{source} has {experts} experts in a layer, which are not searched yet"
-        yield Diagnostic(text, f"take a model without experts; {exists}", "MODEL")
+    values = config.to_dict()
+    experts = _experts(values)
+    if experts > 1 and not (_first(values, EXPERT_KEYS) and _first(values, TOP_K_KEYS)):
+        text = f"{source} has {experts} experts in a layer, of which its config does not say how many a "
+        text += "token goes to, or only that of a part of the model: such models are not searched yet"
+        fix = f"say the sizes in words, with experts and top_k: {SHAPE_FORMAT}; {exists}"
+        yield Diagnostic(text, fix, "MODEL")
 
 
 def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
@@ -249,11 +261,41 @@ def _optional_sizes(config_values: Mapping[str, Any]) -> dict[str, Any]:
         or config_values.get("ffn_dim")
         or 0
     )
-    return {
+    plain = {
         "kv_heads": config_values.get("num_key_value_heads") or 0,
         "ffn": ffn,
         "head": config_values.get("head_dim") or 0,
     }
+    if not config_values.get("kv_lora_rank"):
+        return plain
+    return plain | {ours: config_values.get(theirs) or 0 for ours, theirs in LATENT_KEYS.items()}
+
+
+def _expert_sizes(config_values: Mapping[str, Any], module: nn.Module, layers: int) -> dict[str, Any]:
+    """The sizes of the experts; none for a model without, or with one."""
+    experts = _first(config_values, EXPERT_KEYS)
+    if experts < 2:
+        return {}
+    own = _first(config_values, ("moe_intermediate_size",))
+    width = own or _first(config_values, ("intermediate_size",))
+    shared = _first(config_values, ("shared_expert_intermediate_size", "shared_intermediate_size"))
+    stacks = {
+        name.rpartition(".")[0]
+        for name, parameter in module.named_parameters()
+        if parameter.dim() == 3 and len(parameter) == experts
+    }
+    return {
+        "experts": experts,
+        "top_k": _first(config_values, TOP_K_KEYS),
+        "expert_ffn": width,
+        "shared_ffn": shared or _first(config_values, NUM_SHARED_KEYS) * width,
+        "dense_layers": layers - len(stacks) if stacks else 0,
+    }
+
+
+def _first(config_values: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first whole number under one of `names`; 0: there is none."""
+    return next((config_values[name] for name in names if isinstance(config_values.get(name), int)), 0)
 
 
 def _experts(config_values: Mapping[str, Any]) -> int:

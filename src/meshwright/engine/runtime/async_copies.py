@@ -93,14 +93,14 @@ class DeviceCopies:
         return HostCopy(numbers, self._stream, work)
 
     def read(self, numbers: Sequence[torch.Tensor]) -> Callable[[], Sequence[float]]:
-        """Returns a function that returns `numbers`, one element each, as they are now.
+        """Returns a function that returns the elements of `numbers`, in their order, as they are now.
 
         On a device it waits for what was launched before this call.
         """
         if not self.is_async:
-            values = [number.item() for number in numbers]
+            values = [value for number in numbers for value in number.reshape(-1).tolist()]
             return lambda: values
-        joined = torch.stack([number.detach().double().reshape(()) for number in numbers])
+        joined = torch.cat([number.detach().double().reshape(-1) for number in numbers])
         return HostCopy(joined, current_stream(self._device)).values
 
 

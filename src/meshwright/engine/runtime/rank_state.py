@@ -21,6 +21,7 @@ from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import RankPlan
+from meshwright.plan.sharding.expert_load import ExpertLoad
 from meshwright.plan.step.program import Action
 
 if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
     from meshwright.engine.forward_backward.stage_send_recv import StageIO
     from meshwright.engine.forward_backward.step_rng import StepRNG
+    from meshwright.engine.losses.batch_sums import BatchSums
     from meshwright.engine.losses.token_count import TokenCounter
     from meshwright.engine.optim.make_optimizers import Optimizers
     from meshwright.engine.optim.optimizer_step import OptimizerUpdate
@@ -35,18 +37,21 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
+StepValues = tuple[float, float, tuple[ExpertLoad, ...]]
+
+
 class StepNumbers:
-    """The loss and the gradient norm of a step, as `read` returns them.
+    """The loss, the gradient norm and the expert load of a step, as `read` returns them.
 
     `is_late`: the step has returned before the device has computed them, and the first read waits for it.
     """
 
-    def __init__(self, read: Callable[[], tuple[float, float]], *, is_late: bool = False) -> None:
+    def __init__(self, read: Callable[[], StepValues], *, is_late: bool = False) -> None:
         self._read, self.is_late = read, is_late
 
     @cached_property
-    def values(self) -> tuple[float, float]:
-        """The loss and the gradient norm."""
+    def values(self) -> StepValues:
+        """The loss, the gradient norm, and the expert load by layer."""
         return self._read()
 
     def __eq__(self, other: object) -> bool:
@@ -56,19 +61,20 @@ class StepNumbers:
         return hash(self.values)
 
     def __repr__(self) -> str:
-        loss, grad_norm = self.values
+        loss, grad_norm, _ = self.values
         return f"(loss={loss!r}, grad_norm={grad_norm!r})"
 
-    def __reduce__(self) -> tuple[type["StepNumbers"], tuple[Callable[[], tuple[float, float]]]]:
-        return StepNumbers, (partial(tuple[float, float], self.values),)
+    def __reduce__(self) -> tuple[type["StepNumbers"], tuple[Callable[[], StepValues]]]:
+        return StepNumbers, (partial(tuple, self.values),)
 
 
 @dataclass(frozen=True)
 class Metrics:
     """The result of a step, the same on every rank. `tokens` and `samples` are global counts.
 
-    On a GPU, reading `loss` or `grad_norm` waits until the device has ended the step. A loop that reads those
-    of the step before, or of every tenth step, keeps the device busy; all other values are there at once.
+    On a GPU, reading `loss`, `grad_norm` or `expert_loads` waits until the device has ended the step. A loop
+    that reads those of the step before, or of every tenth step, keeps the device busy; all other values are
+    there at once.
 
     `stop_requested`: a rank asked to stop. `is_skipped`: the parameters did not change, because no token
     counted, because the loss guard found a loss spike (`spike`), or because gradients overflowed float16
@@ -97,6 +103,11 @@ class Metrics:
     def grad_norm(self) -> float:
         """The norm of the full gradient before clipping."""
         return self.numbers.values[1]
+
+    @property
+    def expert_loads(self) -> tuple[ExpertLoad, ...]:
+        """The choices of the global batch for each expert, by layer; empty without experts."""
+        return self.numbers.values[2]
 
 
 @dataclass
@@ -166,7 +177,8 @@ class StepState:
     num_samples: int = 0  # samples in them
     stop_requested: bool = False  # by this rank
     microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of them
-    loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    # the loss, and the expert load; they are summed over ranks together
+    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     loss_factor: float | torch.Tensor = 1.0  # the loss is multiplied by it before its backward
     forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
     final_glue: dict[int, tuple[Any, BlockCall]] = field(default_factory=dict)
@@ -183,12 +195,18 @@ class StepState:
     noise_scale: float | None = None
     spike: LossSpike | None = None
     overflow: bool = False
+    updates: bool = False  # whether the STEPs of the current update step
 
     @classmethod
-    def on_device(cls, device: torch.device) -> "StepState":
+    def on_device(cls, device: torch.device, num_load_counts: int = 0) -> "StepState":
         """Returns the state before a step, with numbers that collectives on `device` may sum."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return cls(loss_sum=zero, scaled_norm=zero.new_zeros(()), grad_norm_tensor=zero.new_zeros(1))
+        sums = torch.zeros(1 + num_load_counts, dtype=torch.float64, device=device)
+        return cls(sums=sums, scaled_norm=sums.new_zeros(()), grad_norm_tensor=sums.new_zeros(1))
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """The loss over all that counts."""
+        return self.sums[0]
 
     @property
     def grad_norm(self) -> float:
@@ -218,6 +236,7 @@ class RankState:
     works: dict[str, Work] = field(default_factory=dict)  # the collectives that are under way, by action
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
+    num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     copies: DeviceCopies = field(init=False)
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
@@ -231,6 +250,7 @@ class RankState:
     stage_io: "StageIO | None" = field(init=False)
     step_rng: "StepRNG" = field(init=False)
     token_counter: "TokenCounter" = field(init=False)
+    batch_sums: "BatchSums" = field(init=False)
     update: "OptimizerUpdate" = field(init=False)
     spike_detector: SpikeDetector | None = field(init=False)
 
@@ -243,7 +263,7 @@ class RankState:
         """Begins step `number`, whatever the last one, which may have failed, has left."""
         self.works.clear()
         self._sends.clear()
-        self.step = StepState.on_device(self.world.device)
+        self.step = StepState.on_device(self.world.device, self.num_load_counts)
         self.step.number = number
 
     def end_step(self) -> None:

@@ -3,6 +3,7 @@
 executor                runs the action list; what strategies may call
 action_handlers         handlers by action kind
 strategy_tensors        what techniques keep from step to step: made, saved, loaded, resharded
+expert_load_counter     counts the tokens that choose each expert
 gradient_noise          gradient noise scale
 spike_diagnosis         replays a harmful step to find the rank, block and parameter that caused it
 model_state_memory      bytes that a rank holds, by category

@@ -15,9 +15,10 @@ from meshwright.engine.runtime.microbatches import (
     single_microbatch,
     split_microbatches,
 )
-from meshwright.engine.runtime.rank_state import Metrics, RankState, StepNumbers
+from meshwright.engine.runtime.rank_state import Metrics, RankState, StepNumbers, StepValues
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
+from meshwright.plan.sharding.expert_load import expert_loads
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
@@ -34,14 +35,14 @@ class ActionHandlers:
         steps = [action for action in plan.actions if action.kind == "STEP"]  # several: one per group
         self._last_steps = {action.microbatch: action.name for action in steps}
         self._first_steps = {action.microbatch: action.name for action in reversed(steps)}
-        self._updates = False  # whether the STEPs of this update step
         self._is_primary_rank = plan.is_primary_rank(state.world.rank)
         self.handlers: dict[str, Handler] = {
             "TOKEN_COUNT": state.token_counter.count,
+            "BATCH_SUM": state.batch_sums.sum,
             "LOSS": self.compute_loss,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
-            "LOSS_SUM": lambda action: state.start_collective(action, state.step.loss_sum),
+            "LOSS_SUM": lambda action: state.start_collective(action, state.step.sums),
             "LOCAL_NORM": self.compute_local_norm,
             "GLOBAL_NORM": lambda action: state.start_collective(action, state.flat_params.grad_sqnorm),
             "WAIT": lambda action: None,  # its waits are all it does
@@ -87,12 +88,13 @@ class ActionHandlers:
         state.step.loss_factor = self._loss_factor(microbatch)
         outputs, glue_call = state.step.final_glue.pop(microbatch)
         total = state.sequence_runner.loss_sum(outputs, state.step.microbatches[microbatch])
+        total = state.batch_sums.add_to(total, outputs, state.step.microbatches[microbatch])
         if microbatch >= state.step.num_real_microbatches:
             total = total * 0.0
         if not self._graph_checked:
             check_gradient_paths(state, total, microbatch, outputs, glue_call)
             self._graph_checked = True
-        state.step.loss_sum += total.detach()
+        state.step.loss_sum.add_(total.detach())
         del outputs
         with state.step_rng.forbid_draws():
             if total.requires_grad:  # unless this forward reached no trained parameter
@@ -111,7 +113,7 @@ class ActionHandlers:
             check_gradient_paths(state, total, microbatch, outputs, glue_call)
             self._graph_checked = True
         if total is not None and global_batch_loss.reports_loss:
-            state.step.loss_sum += total.detach()
+            state.step.loss_sum.add_(total.detach())
         with state.step_rng.forbid_draws():
             if total is not None and total.requires_grad:
                 backward_from(total, self._loss_factor(microbatch))
@@ -159,13 +161,13 @@ class ActionHandlers:
         """
         state = self._state
         if action.name == self._first_steps[action.microbatch]:
-            self._updates = (
+            state.step.updates = (
                 bool(state.token_counter.loss_weight(action.microbatch))
                 and self._is_primary_rank
                 and not self._has_overflowed()
                 and not self._is_harmful()
             )
-        if self._updates:
+        if state.step.updates:
             state.update.step(action.tensors if action.subject else None)
         if action.name != self._last_steps[action.microbatch]:
             return
@@ -229,7 +231,7 @@ class ActionHandlers:
         )
 
     def _numbers(self, count: float) -> StepNumbers:
-        """Returns the loss, and the norm of the full gradient.
+        """Returns the loss, the norm of the full gradient, and the expert load.
 
         With several updates in a step, the root mean square over them.
         """
@@ -240,11 +242,12 @@ class ActionHandlers:
             norm, divisor = step.grad_norm_tensor, 1.0
         else:
             norm, divisor = step.scaled_norm, step.loss_scale
-        read = state.copies.read((step.loss_sum, norm))
+        read = state.copies.read((step.sums, norm))
 
-        def values() -> tuple[float, float]:
-            loss_sum, value = read()
-            return loss_sum / (count or 1.0), (value / divisor) ** 0.5 if is_square else value / divisor
+        def values() -> StepValues:
+            loss_sum, *counts, value = read()
+            norm = (value / divisor) ** 0.5 if is_square else value / divisor
+            return loss_sum / (count or 1.0), norm, expert_loads(state.plan.sharding, counts)
 
         # the loss guard and the loss scale have read the device already
         read_already = state.spike_detector is not None or state.update.loss_scale is not None

@@ -29,6 +29,7 @@ from meshwright.engine.forward_backward.lockstep_pipeline_forward import Pipelin
 from meshwright.engine.forward_backward.microbatch_forward import run_forward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.forward_backward.step_rng import StepRNG
+from meshwright.engine.losses.batch_sums import BatchSums
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
@@ -64,6 +65,7 @@ from meshwright.engine.runtime.step_profiler import (
 )
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
+from meshwright.engine.step.expert_load_counter import count_expert_load
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
 from meshwright.engine.step.strategy_tensors import StrategyTensors
@@ -123,6 +125,7 @@ class StepExecutor:
         owners = owner_names(strategy.name for strategy in plan.strategies)
         for owner, strategy in zip(owners, plan.strategies, strict=True):
             bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
+        count_expert_load(state)
         state.patches.apply_wrappers()
         in_place = plan.view.model_spec.writes_in_place
         blocks = state.trained_module.blocks
@@ -132,6 +135,7 @@ class StepExecutor:
         state.stage_io = make_stage_io(state)
         state.step_rng = StepRNG(state, stateless_rng)
         state.token_counter = TokenCounter(state)
+        state.batch_sums = BatchSums(state)
         state.update = OptimizerUpdate(state, is_user_made=optimizer is not None)
         state.spike_detector = None
         if plan.job.guard.action != "off":

@@ -54,6 +54,7 @@ from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
 from meshwright.model.trial.expert_slices import with_inner_splits
+from meshwright.model.trial.experts_calls import choice_biases
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
@@ -263,6 +264,7 @@ def analyze(
         targets=batch_columns(targets),
         outputs=outputs,
         needs_global_batch=other,
+        num_batch_sums=loss.num_batch_sums,
         loss_saved_numel=loss_saved_numel(loss, example_samples, trial.outputs) // PROBE_BATCH,
     )
     unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])
@@ -328,6 +330,7 @@ def _build_model_spec(
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         batch_norm_calls=tuple(findings.batch_norm_calls),
         experts_calls=tuple(findings.experts_calls),
+        choice_biases=tuple(choice_biases(module, findings.experts_calls)),
         layer_calls=divisible.calls,
         logits=divisible.logits,
         size_attributes=divisible.size_attributes,

@@ -14,8 +14,10 @@ of zeros need no expert.
 Limits: experts that are called otherwise (with other rows, or one module per expert) are not found.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from meshwright.model.recording.forward_recording import (
     AtenOp,
@@ -26,7 +28,9 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
     tensor_records,
 )
-from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.model_spec.model_spec import ChoiceBias, ExpertsCall
+
+BIAS_NAMES = ("e_score_correction_bias", "choice_bias")  # of transformers, and of meshwright.nn.Router
 
 # what the experts of the dense form may compute; an elementwise function makes 0 of 0
 VIEWS = ("view", "_unsafe_view", "clone", "_to_copy", "split", "split_with_sizes", "slice")
@@ -59,6 +63,18 @@ def experts_calls(recording: Recording) -> Iterator[ExpertsCall]:
             if call is not None:
                 yield replace(call, prior_layers=tuple(ended))
             ended.append(event.name)
+
+
+def choice_biases(module: nn.Module, calls: Iterable[ExpertsCall]) -> Iterator[ChoiceBias]:
+    """Yields the saved buffers beside the experts of `calls` that are biases of the choice."""
+    saved = module.state_dict().keys()
+    for name, call in {call.name: call for call in calls}.items():
+        parent = name.rpartition(".")[0]
+        for path, buffer in module.get_submodule(parent).named_buffers():
+            full = f"{parent}.{path}" if parent else path
+            is_bias = path.rpartition(".")[2] in BIAS_NAMES and buffer.shape == (call.num_experts,)
+            if is_bias and full in saved:
+                yield ChoiceBias(full, name, call.block_call, call.num_experts)
 
 
 def _own_params(recording: Recording) -> dict[str, dict[str, TensorRecord]]:

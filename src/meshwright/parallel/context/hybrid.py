@@ -71,7 +71,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program, Transfer
-from meshwright.plan.step.single_device_program import reduce_totals_along
+from meshwright.plan.step.single_device_program import reduce_totals_along, step_total_nbytes
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 
@@ -139,9 +139,8 @@ class HybridContextParallel(ContextParallel):
             )
             return of_given + self._ring_transfers(view, job, attention_call, num_samples)[1] + of_taken
 
-        program = reduce_totals_along(
-            add_attention_comm(program, view, job, forward_transfers, backward_transfers), self.axis
-        )
+        program = add_attention_comm(program, view, job, forward_transfers, backward_transfers)
+        program = reduce_totals_along(program, self.axis, step_total_nbytes(view.plan))
         of = partial(
             exchange_memory if sequence_sharding.num_inner_ranks > 1 else ring_memory,
             view,

@@ -68,7 +68,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
-from meshwright.plan.step.single_device_program import reduce_totals_along
+from meshwright.plan.step.single_device_program import reduce_totals_along, step_total_nbytes
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 LoadBalance = Literal["zigzag", "contiguous", "striped"]
@@ -104,7 +104,8 @@ class RingAttention(ContextParallel):
         forth, back = (
             partial(moves, view, job) for moves in (self._forward_transfers, self._backward_transfers)
         )
-        program = reduce_totals_along(add_attention_comm(program, view, job, forth, back), self.axis)
+        program = add_attention_comm(program, view, job, forth, back)
+        program = reduce_totals_along(program, self.axis, step_total_nbytes(view.plan))
         ranks = view.plan.mesh.size(self.axis)
         return add_attention_memory(
             program,

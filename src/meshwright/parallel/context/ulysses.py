@@ -61,7 +61,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program, Transfer
-from meshwright.plan.step.single_device_program import reduce_totals_along
+from meshwright.plan.step.single_device_program import reduce_totals_along, step_total_nbytes
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 
@@ -96,9 +96,8 @@ class Ulysses(ContextParallel):
             )
             return of_given + of_taken
 
-        program = reduce_totals_along(
-            add_attention_comm(program, view, job, forward_transfers, backward_transfers), self.axis
-        )
+        program = add_attention_comm(program, view, job, forward_transfers, backward_transfers)
+        program = reduce_totals_along(program, self.axis, step_total_nbytes(view.plan))
         return add_attention_memory(
             program, view, job, memory_of=partial(exchange_memory, view, job, sequence_sharding)
         )

@@ -21,7 +21,7 @@ from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.route import Route, send_rows
 from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.model_spec.model_spec import ExpertsCall
-from meshwright.plan.model_spec.param_dim_split import DimSplit
+from meshwright.plan.sharding.expert_load import expert_ranges
 from meshwright.plan.strategy_interface import Runtime
 
 COUNT_DTYPE, INDEX_DTYPE = "int64", "int32"
@@ -47,12 +47,6 @@ def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
     number, chosen = call.num_experts, call.top_k
     sizes = [end - first for first, end in expert_ranges(number, num_ranks)]
     return [1 - comb(number - size, chosen) / comb(number, chosen) for size in sizes]
-
-
-def expert_ranges(num_experts: int, num_ranks: int) -> list[tuple[int, int]]:
-    """Returns the first expert of each rank, and the one after its last: as their weights are sliced."""
-    split = DimSplit(0, num_experts, (num_experts,))
-    return [split.units_of(rank, num_ranks) for rank in range(num_ranks)]
 
 
 def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple[str, str]:

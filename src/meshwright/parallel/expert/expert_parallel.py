@@ -183,6 +183,16 @@ class ExpertParallel(Strategy):
         )
 
 
+def _dispatched(
+    run: Callable[..., torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return run(forward, *args, **kwargs)
+
+
 def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
     by_rows = (each for each in model_spec.params if each.not_shardable_reason == VALUE_DEPENDENT_REASON)
     lists = Counter(name for name, _ in {_list_and_number(param) for param in by_rows})
@@ -206,16 +216,6 @@ def _list_and_number(param: ParamSpec) -> tuple[str, str]:
     parts = param.name.removeprefix(f"{block}.").split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join([block, *parts[:number]]), parts[number]
-
-
-def _dispatched(
-    run: Callable[..., torch.Tensor],
-    forward: Callable[..., torch.Tensor],
-    module: nn.Module,
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    return run(forward, *args, **kwargs)
 
 
 def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:

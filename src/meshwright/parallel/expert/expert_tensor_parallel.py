@@ -54,6 +54,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import (
+    COUNT_NBYTES,
     FORWARD_KINDS,
     reduce_totals_along,
     runs_input_backward,
@@ -121,7 +122,7 @@ class ExpertTensorParallel(Strategy):
         if view.plan.mesh.size(self.axis) == 1:
             return program
         program = program.edit(lambda actions: self._add_sums(actions, view, job))
-        return reduce_totals_along(program, self.axis, ("TOKEN_COUNT",))
+        return reduce_totals_along(program, self.axis, {"TOKEN_COUNT": COUNT_NBYTES})
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view

@@ -59,7 +59,6 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
 from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
 from meshwright.plan.step.single_device_program import (
-    COUNT_NBYTES,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,
     samples_per_microbatch,
@@ -178,9 +177,6 @@ class _MicrobatchTransfers:
             self.by_target[transfer.target].append(transfer)
 
 
-SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float64
-
-
 class SendRecvInsertion:
     """Inserts the sends and receives of the rank of `view` into its actions."""
 
@@ -208,7 +204,7 @@ class SendRecvInsertion:
         )
         first = {stage.block_calls[0]: number for number, stage in enumerate(self._stages)}
         last = {stage.block_calls[-1]: number for number, stage in enumerate(self._stages)}
-        for action in map(self._reduce_along_axis, actions):
+        for action in actions:
             back = action.kind in INPUT_GRAD_KINDS
             begins, ends = (last, first) if back else (first, last)
             crosses = back or action.kind == "F"
@@ -237,13 +233,6 @@ class SendRecvInsertion:
         starts |= {(kind, stage.block_calls[-1]) for stage in self._stages for kind in ("B", "I", "W")}
         ordered = self._routes.order_receives(done, self._mine)
         return list(post_receives_early(ordered, starts, self._routes.receive_windows(self._mine)))
-
-    def _reduce_along_axis(self, action: Action) -> Action:
-        if action.kind not in SCALAR_NBYTES:
-            return action
-        axes = action.transfer.axes if action.transfer else ()
-        move = Transfer("all_reduce", (*axes, self._axis), SCALAR_NBYTES[action.kind], dtype="float64")
-        return replace(action, stream="comm", transfer=move)
 
     def _receives(self, stage: int, action: Action, num_samples: int, *, back: bool) -> Iterator[Action]:
         kind, sent, join = ("RECV_GRAD", "SEND_GRAD", "CONCAT_GRAD") if back else ("RECV", "SEND", "CONCAT")

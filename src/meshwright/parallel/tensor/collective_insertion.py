@@ -35,6 +35,7 @@ from meshwright.plan.sharding.tensor_placements import I, P, R
 from meshwright.plan.step.memory.memory_names import saved_activations_name
 from meshwright.plan.step.program import Action, Program, Transfer, with_extra_memory
 from meshwright.plan.step.single_device_program import (
+    COUNT_NBYTES,
     FORWARD_KINDS,
     reduce_totals_along,
     samples_per_microbatch,
@@ -91,7 +92,7 @@ def reduce_token_count_along(program: Program, axis: str) -> Program:
     """Returns `program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop
     request.
     """
-    return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
+    return reduce_totals_along(program, axis, {"TOKEN_COUNT": COUNT_NBYTES})
 
 
 def _block_call_comm(

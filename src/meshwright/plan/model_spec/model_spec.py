@@ -196,6 +196,18 @@ class ExpertsCall:
 
 
 @dataclass(frozen=True)
+class ChoiceBias:
+    """A saved buffer [num_experts] that is added to scores when the module `experts`, in the forward of
+    `block_call`, is chosen from; no gradient steps it.
+    """
+
+    buffer: str
+    experts: str
+    block_call: str
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class BatchTensor:
     """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
     dtype.
@@ -262,14 +274,15 @@ class ModelSpec:
 
     `inputs` and `targets` are the batch, `outputs` what the forward returns to the loss.
     `needs_global_batch`: the loss is not a sum over samples and needs the outputs of the whole global batch.
+    `num_batch_sums`: the numbers, summed over the global batch, that the loss reads before its backward.
     `pretrained_source`: where the initial values are stored; None means that they are drawn from the seed.
 
     For sharding: `layer_calls` are the calls of layers that can be sharded, in order; `logits` describes a
     vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
-    batch, `experts_calls` those of mixtures of experts, in order. `loss_saved_numel`: elements per sample
-    that the loss keeps until its backward.
+    batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
+    choice. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -286,6 +299,7 @@ class ModelSpec:
     targets: tuple[BatchTensor, ...] = ()
     outputs: tuple[BatchTensor, ...] = ()
     needs_global_batch: bool = False
+    num_batch_sums: int = 0
     pretrained_source: PretrainedSource | None = None
     saved_numel: tuple[int, ...] = ()
     user_checkpointed_calls: tuple[str, ...] = ()
@@ -297,6 +311,7 @@ class ModelSpec:
     residual_flows: tuple[ResidualFlow, ...] = ()
     batch_norm_calls: tuple[BatchNormCall, ...] = ()
     experts_calls: tuple[ExpertsCall, ...] = ()
+    choice_biases: tuple[ChoiceBias, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -383,6 +398,7 @@ class ModelSpec:
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
+            choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

@@ -2,6 +2,7 @@
 
 Modules:
 
+    expert_load           how many tokens choose each expert, and which rank has it
     flat_param            flat parameters: parameters of a group concatenated and cut into equal shards
     mesh                  the device mesh and its axes
     param_sharding        the placements of a parameter; parameter groups

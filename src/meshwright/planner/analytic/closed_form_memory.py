@@ -10,6 +10,7 @@
     fragmentation              bytes that the allocator has reserved without tensors
     driver_context             of the driver and of communicators: in the device's figure, not in torch's
 
+    experts              saved rows (token and expert) of the busiest rank: k T, times its load
     allocated = N (w + g / shards + o / shards) + in flight x layers x saved + max(block, logits) + gathered
     total     = allocated (1 + fragmentation) + context
 
@@ -39,10 +40,11 @@ sections 4 and 4.2.3; D. Narayanan et al. 2021, arXiv 2104.04473, section 2.2; P
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.analytic.expert_time import local_expert_numel, local_rows, max_expert_load
 from meshwright.planner.analytic.memory_coefficients import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
@@ -187,6 +189,13 @@ def estimate_memory(
     )
 
 
+def estimate_memory_at_most(
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY
+) -> MemoryEstimate:
+    """Returns the memory of the rank that holds most if all tokens choose the experts of one rank."""
+    return estimate_memory(shape, replace(config, expert_load=max_expert_load(shape, config)), framework)
+
+
 def memory_by_pp_rank(
     shape: ModelShape,
     config: ParallelConfig,
@@ -205,25 +214,29 @@ def _rank_memory(
     stage = stage_layers(shape, config, rank, framework.layer_split)
     num_stages = 2 if config.schedule_profile.is_bidirectional else 1  # stages of a rank
     local_numel = (
-        num_stages * stage.layers * shape.layer_numel + _num_tables(shape, stage) * shape.embedding_numel
+        num_stages * stage.layers * shape.layer_dense_numel
+        + _num_tables(shape, stage) * shape.embedding_numel
     ) / config.tp
-    shard_sizes = [
-        1 if config.zero_stage < zero_stage else config.zero_shard_size for zero_stage in (1, 2, 3)
-    ]
+    experts = num_stages * stage.layers * local_expert_numel(shape, config)
+    shard_sizes, expert_shard_sizes = (
+        [1 if config.zero_stage < zero_stage else size for zero_stage in (1, 2, 3)]
+        for size in (config.zero_shard_size, config.expert_shard_size)
+    )
     grad_itemsize = config.grad_reduce_itemsize if framework.gradients is None else framework.gradients
     state_itemsize = framework.optimizer_states + (
         framework.sharded_optimizer_extra if config.zero_stage else 0
     )
     num_microbatches = microbatches_in_flight(config, rank)
     logits = _logits_nbytes(shape, config, framework) if stage.has_head else 0.0
+    parts = ((local_numel, shard_sizes), (experts, expert_shard_sizes))
     states = (
-        local_numel * framework.weights / shard_sizes[2],
-        local_numel * grad_itemsize / shard_sizes[1],
-        local_numel * state_itemsize / shard_sizes[0],
+        sum(numel * framework.weights / shards[2] for numel, shards in parts),
+        sum(numel * grad_itemsize / shards[1] for numel, shards in parts),
+        sum(numel * state_itemsize / shards[0] for numel, shards in parts),
     )
     activations = num_microbatches * (stage.layers * layer.saved + (layer.boundary if config.pp > 1 else 0.0))
     gathered = framework.fixed_buffers + _gathered_nbytes(
-        shape, config, framework, stage, local_numel, grad_itemsize
+        shape, config, framework, stage, local_numel + experts, grad_itemsize
     )
     each = framework.logits_fragmentation + (
         framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
@@ -253,11 +266,14 @@ def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: Framewor
         * groups
         * (framework.attention_qkv + (0 if is_unfused else framework.flash_attention_extra))
     )
-    inner_nbytes += tokens * shape.ffn_dim * _mlp_saved_nbytes(shape, config, framework)
+    inner_nbytes += tokens * shape.mlp_dim * _mlp_saved_nbytes(shape, config, framework)
+    rows = shape.expert_layer_share * local_rows(shape, config) if shape.experts else 0.0
+    expert_dim = shape.expert_ffn_dim / config.expert_tp
     saved = (
         residual_itemsize * unit / sequence_shards
         + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else sequence_shards)
         + inner_nbytes / tp
+        + rows * (2 * HALF_NBYTES * h + expert_dim * _mlp_saved_nbytes(shape, config, framework))
     )
     each = framework.eager_scores if config.attention_kernel == "eager" else framework.fused_softmax_scores
     pairs = tokens * shape.sequence * shape.heads / tp
@@ -265,8 +281,9 @@ def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: Framewor
     input_nbytes = HALF_NBYTES * unit / sequence_shards
     boundary = HALF_NBYTES * unit if framework.full_boundary else input_nbytes
     block_backward = framework.block_backward * (
-        6 * tokens * shape.ffn_dim / tp
+        6 * tokens * shape.mlp_dim / tp
         + 4 * unit
+        + rows * (6 * expert_dim + 4 * h)
         + SCORE_BACKWARD_NBYTES.get(config.attention_kernel, 0) * pairs
     )
     if config.recompute == "layers":
@@ -281,7 +298,7 @@ def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: Framewor
         matmul_outputs = (
             HALF_NBYTES
             * tokens
-            * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.ffn_dim)
+            * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.mlp_dim)
             / tp
         )
         return _LayerMemory(input_nbytes + matmul_outputs, saved + block_backward, boundary)
@@ -321,7 +338,8 @@ def _gathered_nbytes(
 ) -> float:
     if config.data_parallel_size == 1 or config.zero_stage < 2:
         return 0.0
-    layer, table = shape.layer_numel / config.tp, shape.embedding_numel / config.tp
+    layer, table = shape.layer_dense_numel / config.tp, shape.embedding_numel / config.tp
+    layer += local_expert_numel(shape, config) if config.expert_shard_size > 1 else 0.0
     largest = (
         max(layer, table)
         if (stage.has_embedding or stage.has_head) and not framework.keeps_ends_gathered

@@ -50,6 +50,26 @@ GPIPE = ScheduleProfile(in_flight=inf)
 DUALPIPE = ScheduleProfile(1.0, 1.0, -2.0, uniform_memory=True, is_bidirectional=True, fills_bubbles=True)
 
 
+EXPERT_LOAD = 1.6  # tokens of the busiest rank along ep, over the mean: see expert_time.py
+
+
+@dataclass(frozen=True)
+class ExpertCosts:
+    """What the code around experts costs (expert_time.py).
+
+    `matmul`: the rate of their matmuls, over that of others of the same size. `row_passes`: how often rows
+    are read or written to sort, weight and add them. `exposed`: the share of the rows' transfers that is
+    waited for. `sends_per_expert`: a row is sent once per chosen expert, not once per rank; `sends_per_host`:
+    once per host, and from there over its links.
+    """
+
+    matmul: float = 1.0
+    row_passes: float = 6.0
+    exposed: float = 1.0
+    sends_per_expert: bool = False
+    sends_per_host: bool = False
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Ranks per axis (`dp`, `tp`, `pp`, `cp`), `virtual_stages` per pp rank, and the microbatches.
@@ -65,6 +85,12 @@ class ParallelConfig:
     `recompute_fraction` of the layers. `overlap_fraction`: the share of tensor and data parallel
     communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
     by one, each when needed.
+
+    `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too, and with
+    sequence parallelism among the tensor ranks as well (parallel folding). `expert_tp` of the tensor ranks
+    share the matrices of an expert; 1: each has whole ones. `expert_load`: the tokens of the busiest ep rank,
+    over the mean. `expert_costs`: what the code around experts costs. `launches`: kernel launches of a layer,
+    over those of a layer without experts or CUDA graphs.
     """
 
     dp: int = 1
@@ -90,6 +116,11 @@ class ParallelConfig:
     zero_group_size: int = 0
     ulysses_degree: int = 1
     tp_across_hosts: bool = False
+    ep: int = 1
+    expert_tp: int = 1
+    expert_load: float = EXPERT_LOAD
+    expert_costs: ExpertCosts = ExpertCosts()
+    launches: float = 1.0
 
     @property
     def num_ranks(self) -> int:
@@ -105,6 +136,26 @@ class ParallelConfig:
     def zero_shard_size(self) -> int:
         """The ranks over which the same states are sharded."""
         return (self.zero_group_size or self.dp) * self.cp
+
+    @property
+    def token_shards(self) -> int:
+        """The tensor ranks among which the tokens that go to experts are divided."""
+        return self.tp // self.expert_tp if self.sequence_parallel else 1
+
+    @property
+    def expert_copies(self) -> float:
+        """The ranks that hold the same experts and reduce their gradients."""
+        return self.data_parallel_size * self.token_shards / self.ep
+
+    @property
+    def expert_shard_size(self) -> float:
+        """The ranks over which the states of the same experts are sharded."""
+        return max(1.0, self.zero_shard_size * self.token_shards / self.ep)
+
+    @property
+    def expert_stride(self) -> int:
+        """The distance of neighbouring ranks with the same experts."""
+        return self.ep * (self.expert_tp if self.sequence_parallel else self.dp_stride)
 
     @property
     def tp_stride(self) -> int:
@@ -146,6 +197,9 @@ class ParallelConfig:
             yield Diagnostic(
                 text, "groups are equal, and each rank gets as many heads: choose a divisor of both", "cp"
             )
+        if self.ep > 1 and (self.ep > shape.experts or self.data_parallel_size * self.token_shards % self.ep):
+            text = f"ep {self.ep} for {shape.experts} experts on {self.data_parallel_size} replicas"
+            yield Diagnostic(text, "choose a divisor of the replicas, with an expert for each rank", "ep")
         if self.zero_group_size and (self.dp % self.zero_group_size or not self.zero_stage):
             text = (
                 f"ZeRO stage {self.zero_stage} in groups of {self.zero_group_size} of dp {self.dp} replicas"

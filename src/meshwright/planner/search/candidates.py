@@ -1,7 +1,7 @@
 """Enumerates the parallel configurations that a request allows.
 
     meshes           tp on one host, pp up to the number of layers, cp for long sequences, dp the rest; the
-                     number of cp ranks that exchange tokens for heads
+                     number of cp ranks that exchange tokens for heads; the dp ranks with different experts
     microbatches     every divisor of the samples of a replica
     on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
                      pipeline schedules
@@ -51,7 +51,8 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
             continue
         if any(each % (tp * pp * cp) for each in request.devices_by_kind):
             continue
-        sequence_parallel = tp > 1 and shape.sequence % (tp * cp) == 0
+        # refused beside ep, and whole experts compute every token of a tensor rank
+        sequence_parallel = tp > 1 and shape.sequence % (tp * cp) == 0 and not shape.experts
         mesh = replace(
             request.base_config,
             dp=dp,
@@ -62,8 +63,14 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
             micro_batch=1,
             num_microbatches=request.batch // dp,
         )
-        for ulysses_degree in _ulysses_degrees(request, mesh):
-            yield replace(mesh, ulysses_degree=ulysses_degree)
+        for ulysses_degree, ep in product(_ulysses_degrees(request, mesh), _expert_ranks(request, mesh)):
+            yield replace(mesh, ulysses_degree=ulysses_degree, ep=ep)
+
+
+def _expert_ranks(request: SearchRequest, mesh: ParallelConfig) -> Iterator[int]:
+    for size in divisors(mesh.dp) if request.shape.experts else [1]:
+        if size <= max(1, request.shape.experts) and request.fixed.get("ep", size) == size:
+            yield size
 
 
 def _ulysses_degrees(request: SearchRequest, mesh: ParallelConfig) -> Iterator[int]:
@@ -141,12 +148,14 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
 def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[tuple[int, int]]:
     """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
     stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
+    stages = range(1, 4) if sized_mesh.ep > 1 else stages  # the other weights are sharded along ep too
     for stage in stages:
         if request.fixed.get("zero_stage", stage) != stage:
             continue
         if "dp_shard" in request.fixed:
-            if stage and sized_mesh.dp % request.fixed["dp_shard"] == 0:
-                yield stage, request.fixed["dp_shard"]
+            size = request.fixed["dp_shard"] * sized_mesh.ep
+            if stage and sized_mesh.dp % size == 0:
+                yield stage, size
             continue
         yield stage, 0
         if stage == 3:
@@ -155,7 +164,9 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
                 for hosts in ZERO_GROUP_HOSTS
             ]
             yield from (
-                (stage, size) for size in groups if 1 < size < sized_mesh.dp and sized_mesh.dp % size == 0
+                (stage, size)
+                for size in groups
+                if 1 < size < sized_mesh.dp and sized_mesh.dp % size == size % sized_mesh.ep == 0
             )
 
 
@@ -193,6 +204,8 @@ def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> It
         profiles, key=lambda profile: (profile.is_bidirectional, profile.in_flight, profile.uniform_memory)
     )
     for zero_stage in (3, 2, 1, 0):
+        if zero_stage == 0 and sized_mesh.ep > 1:
+            continue
         if request.fixed.get("zero_stage", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
             for recompute in reversed(request.recompute_modes):
                 yield replace(

@@ -152,7 +152,7 @@ class HeterogeneousEstimator:
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
         """Returns a lower bound on the step time, with layers split into fractions."""
-        key = mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride
+        key = mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride, mesh.ep
         if key not in self._sample_bounds:
             self._sample_bounds[key] = [
                 sample_bound(self.request.shape, mesh, machine) for machine in self._machines
@@ -256,6 +256,7 @@ class HeterogeneousEstimator:
             sized_mesh.cp,
             sized_mesh.ulysses_degree,
             sized_mesh.tp_stride,
+            sized_mesh.ep,
             sized_mesh.micro_batch,
         )
         if key not in self._microbatch_cache:

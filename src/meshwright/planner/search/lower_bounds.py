@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.analytic.closed_form_step_time import (
     MicrobatchTime,
-    PassTime,
     boundary_send_s,
     grad_reduce_s,
     launch_bound,
     microbatch_time,
     optimizer_s,
 )
+from meshwright.planner.analytic.layer_time import PassTime
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.machine.machine import Machine

@@ -1,6 +1,7 @@
 """Defines a search: the model, the machine, the batch, what is fixed, and the checks of all these.
 
     dp tp pp cp       ranks along an axis
+    ep                ranks, of those along dp, with different experts
     zero_stage        the ZeRO stage, 0 to 3
     dp_shard          the number of replicas in a ZeRO group
     micro_batch       samples of a microbatch
@@ -23,7 +24,7 @@ MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a seq
 USABLE_MEMORY_FRACTION = 0.96  # of a device's memory; the driver takes the rest
 PARALLEL_AXES = ("dp", "tp", "pp", "cp")
 MAX_QUANTITY = 1 << 32  # the largest batch, sequence length or number of devices
-SETTABLE_NAMES = (*PARALLEL_AXES, "zero_stage", "dp_shard", "micro_batch", "virtual_stages")
+SETTABLE_NAMES = (*PARALLEL_AXES, "ep", "zero_stage", "dp_shard", "micro_batch", "virtual_stages")
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 
 
@@ -128,6 +129,14 @@ class SearchRequest:
             text = f"cp {cp} splits sequences of {shape.sequence} tokens into {2 * cp} chunks"
             fix = f"choose cp {shape.sequence // 2} or less, or longer sequences: --sequence"
             yield Diagnostic(text, fix, "cp")
+        ep = self.fixed.get("ep", 1)
+        if ep > max(1, shape.experts):
+            text = f"ep {ep} for {shape.experts or 'no'} experts"
+            yield Diagnostic(text, "each rank has an expert: choose a smaller ep", "ep")
+        if self.fixed.get("dp", ep) % ep or self.machine.num_devices % ep:
+            whole = f"dp {self.fixed['dp']}" if "dp" in self.fixed else f"{self.machine.num_devices} devices"
+            text = f"ep {ep} does not divide {whole}"
+            yield Diagnostic(text, "ep ranks are among those along dp: choose a divisor", "ep")
         if self.head_exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
             text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} attention heads"
             yield Diagnostic(

@@ -75,6 +75,7 @@ class Candidate:
             config.pp,
             config.cp,
             config.ulysses_degree,
+            config.ep,
             config.micro_batch,
             config.virtual_stages,
             config.zero_stage,
@@ -234,7 +235,7 @@ class HomogeneousEstimator:
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
         """Returns a lower bound on the step time of all configurations on `mesh`."""
-        request, key = self._request, (mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride)
+        request, key = self._request, (mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride, mesh.ep)
         if key not in self._sample_bounds:
             self._sample_bounds[key] = sample_bound(request.shape, mesh, request.machine)
         sample = self._sample_bounds[key]
@@ -303,6 +304,7 @@ class HomogeneousEstimator:
             sized_mesh.cp,
             sized_mesh.ulysses_degree,
             sized_mesh.tp_stride,
+            sized_mesh.ep,
             sized_mesh.micro_batch,
         )
         if key not in self._microbatch_times:
@@ -312,7 +314,7 @@ class HomogeneousEstimator:
         return self._microbatch_times[key]
 
     def _tail_bound(self, mesh: ParallelConfig) -> float:
-        key = mesh.tp, mesh.pp, mesh.cp, mesh.dp
+        key = mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.ep
         if key not in self._tail_bounds:
             request = self._request
             self._tail_bounds[key] = tail_bound_s(

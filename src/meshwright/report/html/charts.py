@@ -53,7 +53,12 @@ PANELS = {
     "lr": "learning rate",
     "tokens_per_s": "tokens per second",
 }
-OPTIONAL_PANELS = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
+OPTIONAL_PANELS = {  # panels of what only some runs measure
+    "noise_scale": "gradient noise scale (samples)",
+    "busiest_expert": "busiest expert (x mean)",
+    "busiest_rank": "rank with the busiest experts (x mean)",
+    "dropped_share": "share of dropped choices",
+}
 GRID_COLOUR = "rgba(127, 127, 127, 0.22)"
 # no ground of its own, so that the page decides between light and dark
 FIGURE_LAYOUT: Mapping[str, Any] = {
@@ -94,7 +99,8 @@ def smoothed(values: Sequence[float], weight: float = SMOOTHING_WEIGHT) -> list[
 def curve_figures(records: Sequence[RunRecord]) -> dict[str, go.Figure]:
     """Returns a figure over the step for each panel: loss, gradient norm, learning rate, speed ...
 
-    The loss has evaluations and a smoothed line too. If a run measured it, there is the gradient noise scale.
+    The loss has evaluations and a smoothed line too. The gradient noise scale and the load of experts are
+    there if a run measured them.
     """
     lines = [line for record in records for line in record.steps]
     optional = {

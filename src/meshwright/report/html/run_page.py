@@ -5,7 +5,7 @@
     curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
                             step
     per run, in a column    the plan, predicted and measured values, time by category, the timeline of a
-                            step, memory, bytes, versions and machine
+                            step, memory, bytes, load of experts, versions and machine
 
 Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it. What
 takes no bytes has no row.
@@ -26,6 +26,7 @@ from meshwright.report.html.charts import (
     stacked_figure,
     timeline_figure,
 )
+from meshwright.report.html.expert_load_section import expert_load_section
 from meshwright.report.html.page_elements import (
     PAGE_STYLE,
     fact_list,
@@ -111,6 +112,8 @@ def _run_sections(record: RunRecord, place: int, *, several: bool) -> Iterator[s
     yield section(f"Pipeline schedule{name}", *parts) if drawn else ""
     yield section(f"Memory per rank{name}", *_memory_section(record, place))
     yield section(f"Bytes by action, per rank and step{name}", _nbytes_section(record))
+    load = expert_load_section(record, f"expert-load-{place}")
+    yield section(f"Load of experts{name}", *load) if load else ""
     yield section(f"Versions and machine{name}", _machine_section(record))
 
 

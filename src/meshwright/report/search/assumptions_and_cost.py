@@ -38,6 +38,13 @@ def assumptions(
         "precision",
         f"parameters and gradients in {config.dtype}, float32 master weights and AdamW states; {attention}",
     )
+    if shape.experts:
+        yield (
+            "experts",
+            f"{shape.top_k} of {shape.experts} for a token; the busiest rank along ep has "
+            f"{config.expert_load:g} times the mean of the tokens. At most: the memory if all tokens choose "
+            f"the experts of one rank",
+        )
     for machine in machines:
         yield machine.device.name, _device_text(machine, config.dtype)
     yield (

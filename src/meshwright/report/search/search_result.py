@@ -8,7 +8,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.closed_form_memory import (
+    MemoryEstimate,
+    estimate_memory,
+    estimate_memory_at_most,
+)
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
@@ -145,7 +149,7 @@ def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) ->
             f"not on each ({least:.1f}): pipeline stages sized by memory, ZeRO, or data parallelism on the "
             f"large devices alone."
         )
-    shape = replace(request.shape, layers=1)
+    shape = replace(request.shape, layers=1, dense_layers=0)
     memory = estimate_memory(shape, one)
     single = to_gib(memory.total)
     if single <= most:
@@ -293,7 +297,7 @@ def _largest_category(memory: MemoryEstimate) -> str:
 
 def axis_texts(config: ParallelConfig) -> list[str]:
     """Returns the axes with more than one rank, each with its size."""
-    sizes = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "cp": config.cp}
+    sizes = {"dp": config.dp, "ep": config.ep, "tp": config.tp, "pp": config.pp, "cp": config.cp}
     return [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
 
 
@@ -378,6 +382,7 @@ def result_row(
         "seconds": asdict(candidate.step),
         "bytes": {part: category_nbytes(candidate.memory, part) for part in MEMORY_CATEGORIES},
         "peak_bytes": candidate.memory.total,
+        "peak_bytes_at_most": estimate_memory_at_most(request.shape, candidate.config).total,
     }
     if budget.num_tokens:
         idle_share = row["waiting"] + row["exposed"]
@@ -401,9 +406,11 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_states": "states", "total": "total"}
+    if any(row["peak_bytes_at_most"] > row["peak_bytes"] for row in rows):
+        heads["at_most"] = "at most"
     return _number_rows(
         {name: Column(head, _gib) for name, head in heads.items()},
-        [{**row["bytes"], "total": row["peak_bytes"]} for row in rows],
+        [{**row["bytes"], "total": row["peak_bytes"], "at_most": row["peak_bytes_at_most"]} for row in rows],
         title="memory in GiB, on the rank that uses most",
     )
 

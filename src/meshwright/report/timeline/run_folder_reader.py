@@ -1,7 +1,7 @@
 """Reads the folder of a run, also of a run that was killed or is still going.
 
-    metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the
-                        last counts
+    metrics.jsonl       a line per step, and lines of a `kind` (evaluation, expert_load ...); of several of
+                        one step the last counts
     plan.toml           every key of the plan
     run_info.json       summary of the plan, its program, versions, machine
     ranks/rank-N.json   seconds, memory and bytes sent, per rank
@@ -28,7 +28,9 @@ JSONObject = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder shows it. `steps` and `evaluations` are lines of metrics in order of their step."""
+    """A run as its folder shows it. `steps`, `evaluations` and `expert_loads` are lines of metrics in order
+    of their step.
+    """
 
     name: str
     steps: list[JSONObject]
@@ -39,6 +41,7 @@ class RunRecord:
     rank_accounts: Mapping[int, JSONObject] = field(default_factory=dict)
     traces: Mapping[int, JSONObject] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    expert_loads: Sequence[JSONObject] = ()
 
     @property
     def world(self) -> int:
@@ -53,6 +56,7 @@ def read_run_record(folder: Path) -> RunRecord:
     lines = list(_metric_lines(folder / "metrics.jsonl", notes))
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
+    loads = {line["step"]: line for line in lines if line.get("kind") == "expert_load"}
     about = _read_object(folder / "run_info.json", RUN_INFO, notes)
     program = _program(about, notes)
     world = about.get("world")
@@ -70,6 +74,7 @@ def read_run_record(folder: Path) -> RunRecord:
         ranks,
         {rank: trace for rank, trace in traces.items() if isinstance(trace.get("traceEvents"), list)},
         tuple(notes),
+        [loads[step] for step in sorted(loads)],
     )
 
 

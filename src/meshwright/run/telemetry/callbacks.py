@@ -29,7 +29,9 @@ class StepRecord:
     saving since the previous record. `flops_per_s` counts all ranks, `mfu` is the fraction of their peak;
     None if unknown. `noise_scale` is the gradient noise scale in samples, if the job measures it. With
     float16, `loss_scale` is the scale of the next step, and `overflow` says that this step was skipped
-    because gradients overflowed.
+    because gradients overflowed. With experts, `busiest_expert` and `busiest_rank` are the largest load over
+    the mean load, in the layer where that is most, and `dropped_share` is that of all choices; None: no
+    experts, or each rank has all.
     """
 
     step: int
@@ -48,6 +50,9 @@ class StepRecord:
     noise_scale: float | None = None
     overflow: bool = False
     loss_scale: float | None = None
+    busiest_expert: float | None = None
+    busiest_rank: float | None = None
+    dropped_share: float | None = None
 
 
 @dataclass(frozen=True)

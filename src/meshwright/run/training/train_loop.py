@@ -40,6 +40,7 @@ from meshwright.run.telemetry.callbacks import (
     StopRequest,
     call_callbacks,
 )
+from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines
 from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
 from meshwright.run.telemetry.rank_profile import RankUsage
 
@@ -210,6 +211,7 @@ class _TrainLoop:
             else None
         )
         self._callbacks = callbacks if world.rank == 0 else ()
+        self._expert_load_lines = ExpertLoadLines(plan)
         self._metrics_log = MetricsLog(Path(plan.run.folder)) if world.rank == 0 else None
 
     @property
@@ -257,9 +259,13 @@ class _TrainLoop:
         if self._unrecorded is None:
             return
         (metrics, usage), self._unrecorded = self._unrecorded, None
-        record = self.record = _step_record(metrics, usage)
+        expert_load = self._expert_load_lines.worst(metrics.expert_loads)
+        record = self.record = _step_record(metrics, usage, expert_load)
         self.loss = metrics.loss
         self._write(asdict(record))
+        line = self._expert_load_lines.add(record.step, metrics.expert_loads)
+        if line is not None:
+            self._write(line)
         self.num_overflows += metrics.overflow
         self._idle = (
             self._idle + 1 if metrics.is_skipped and metrics.spike is None and not metrics.overflow else 0
@@ -364,12 +370,15 @@ def _step_usage(metrics: Metrics, rank_usage: RankUsage, memory: int) -> _StepUs
     return _StepUsage(seconds, data_s, save_s, memory, *rank_usage.throughput(metrics.samples, seconds))
 
 
-def _step_record(metrics: Metrics, usage: _StepUsage) -> StepRecord:
+def _step_record(
+    metrics: Metrics, usage: _StepUsage, expert_load: tuple[float | None, float | None, float | None]
+) -> StepRecord:
     m, u = metrics, usage
     values = (m.step, m.loss, m.grad_norm, m.lr, m.tokens, u.seconds, m.tokens / u.seconds, u.memory)
     return StepRecord(
         *(*values, m.is_skipped, u.data_s, u.save_s, u.flops_per_s, u.mfu),
         *(m.noise_scale, m.overflow, m.loss_scale),
+        *expert_load,
     )
 
 

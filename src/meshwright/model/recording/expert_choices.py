@@ -1,0 +1,90 @@
+"""Records which experts the tokens of a forward choose, and finds the first token that chooses others.
+
+A router compares scores. Two that nearly tie may be rounded otherwise under a plan, and change places: then
+all that follows differs, though nothing is wrong. So choices are compared before numbers. The margin is the
+difference of the weights of the experts that changed places.
+Limits: of experts that choose tokens, a position is that of the choice among those of its sample.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The experts `index` [tokens, k] of one forward, and their `weights` [tokens, k], of whole samples."""
+
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    def of_samples(self, num_samples: int) -> "Choices":
+        """Returns them as [samples, tokens of each, k]."""
+        return Choices(*(each.unflatten(0, (num_samples, -1)) for each in (self.index, self.weights)))
+
+
+@dataclass
+class ChoiceRecorder:
+    """Records the first call of each of the experts `layers` of `module` in a forward.
+
+    `forward_key` names the forward that runs; None: it is not recorded. `found` is by layer and forward.
+    """
+
+    forward_key: Callable[[], object]
+    found: dict[tuple[str, object], Choices] = field(default_factory=dict)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def attach(self, module: nn.Module, layers: Iterable[str]) -> None:
+        """Begins to record calls of `layers`."""
+        for layer in layers:
+
+            def record(called: nn.Module, args: Any, kwargs: Any, layer: str = layer) -> None:
+                key = self.forward_key()
+                if key is not None and (layer, key) not in self.found:
+                    given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+                    _, index, weights = given
+                    self.found[layer, key] = Choices(index.detach().clone(), weights.detach().clone())
+
+            handle = module.get_submodule(layer).register_forward_pre_hook(record, with_kwargs=True)
+            self._handles.append(handle)
+
+    def detach(self) -> None:
+        """Ends recording."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def first_other_choice(
+    found: Choices, expected: Choices, samples: Sequence[int], positions: Sequence[int]
+) -> str:
+    """Returns the first token whose experts in `found` are not those in `expected`, with its margin, in
+    words; "": none.
+
+    `found` are those of `samples` and `positions` of the samples in `expected`, [samples, tokens, k] both.
+    An expert of weight 0 does not count, nor does the order of experts.
+    """
+    rows = (torch.tensor(samples).unsqueeze(1), torch.tensor(positions))
+    truth = Choices(expected.index[rows], expected.weights[rows])
+    same = found.index.sort(-1).values == truth.index.sort(-1).values
+    for sample, place in (~same.all(-1)).nonzero().tolist():
+        experts, others = (_weights_by_expert(each, sample, place) for each in (truth, found))
+        lost, gained = sorted(experts.keys() - others.keys()), sorted(others.keys() - experts.keys())
+        if lost or gained:
+            of_lost, of_gained = (
+                max((given[each] for each in left), default=0.0)
+                for given, left in ((experts, lost), (others, gained))
+            )
+            token, margin = f"sample {samples[sample]}, position {positions[place]}", of_lost - of_gained
+            choice = f"experts {sorted(experts)} on one device, {sorted(others)} under the plan"
+            return f"{token} ({choice}, margin {abs(margin):.1g})"
+    return ""
+
+
+def _weights_by_expert(choices: Choices, sample: int, place: int) -> dict[int, float]:
+    pairs = zip(choices.index[sample, place].tolist(), choices.weights[sample, place].tolist(), strict=True)
+    return {expert: weight for expert, weight in pairs if weight}
