@@ -6,7 +6,8 @@ They equal one device in float64 after two steps of SGD, to 1e-10.
     families   Mixtral, Qwen2-MoE and Qwen3-MoE, OLMoE, DeepSeek-V3, gpt-oss (biases, interleaved gates),
                GLM-4-MoE, Ernie 4.5 MoE; five experts, so that 2 and 3 ranks have uneven numbers
     plans      ep alone and with 3 microbatches; with DDP, ZeRO-1, 2 and 3, HSDP; tensor and context
-               parallelism; pipelines (1F1B, ZB-V); recomputation
+               parallelism; pipelines (1F1B, ZB-V); recomputation; the matrices of each expert sliced along
+               tp, alone and with ep
 
 The error is the largest difference of any gradient, parameter, loss or norm, relative to the largest number
 in its block. Each case compares the bytes of all collectives with the plan, too. A plan that is refused is a
@@ -33,8 +34,10 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
+from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
@@ -44,7 +47,7 @@ NAME, TOLERANCE, NUM_STEPS, BATCH, TOKENS = "expert_parity", 1e-10, 2, 12, 9
 CLAIM = (
     "unmodified mixtures of experts of transformers (8 families), with experts distributed over 2 and 3 "
     "ranks in uneven numbers, equal one device to 1e-10 in float64: alone, with DDP, ZeRO-1, 2 and 3, HSDP, "
-    "tensor, context and pipeline parallelism, recomputation and 3 microbatches"
+    "tensor, context and pipeline parallelism, recomputation, 3 microbatches, and slices of each expert"
 )
 SIZES: Mapping[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2},
@@ -81,6 +84,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 EXPERTS = (ExpertParallel(), BatchSplit("ep"), BatchSplit("dp_shard"))
+SLICED = (ExpertTensorParallel(),)
 Case = tuple[Mesh, tuple[Strategy, ...] | None, int]  # the mesh, strategies (None: the default), micro_batch
 PLANS: Mapping[str, Case] = {
     "ep 2": (Mesh(ep=2), (*EXPERTS, DDP("dp_shard")), 0),
@@ -95,6 +99,19 @@ PLANS: Mapping[str, Case] = {
         0,
     ),
     "tp 2": (Mesh(ep=3, tp=2), None, 2),
+    "sliced along tp 2, with tensor_parallel": (Mesh(tp=2), (*SLICED, TensorParallel()), 4),
+    "sliced along tp 3": (Mesh(tp=3), SLICED, 0),
+    "ep 3, sliced along tp 2": (Mesh(ep=3, tp=2), (*SLICED, *EXPERTS, DDP("dp_shard")), 2),
+    "ep 2, sliced along tp 3, ZeRO-3, recomputed": (
+        Mesh(ep=2, dp_shard=2, tp=3),
+        (*EXPERTS, *SLICED, ZeRO(), ActivationCheckpointing()),
+        1,
+    ),
+    "ZB-V, sliced along tp 2": (
+        Mesh(ep=2, pp=2, tp=2),
+        (*EXPERTS, *SLICED, DDP("dp_shard"), Pipeline(schedule="zb_v")),
+        3,
+    ),
     "cp 3": (Mesh(ep=2, cp=3), None, 0),
     "1F1B": (Mesh(ep=3, pp=2), None, 1),
     "ZB-V": (

@@ -170,7 +170,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.count:
         pretend_cuda()
-        forward_graph_trace.local_platform = plan_for_model.local_platform = lambda: CUDA
+        forward_graph_trace.local_platform = lambda: CUDA
+        plan_for_model.target_platform = lambda hardware: CUDA
         torch.set_num_threads(1)
         print(json.dumps(count(options.count)))
         end_process()

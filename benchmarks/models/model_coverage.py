@@ -32,11 +32,11 @@ as one block, with the same numbers and nothing to overlap its backward with:
         return meshwright.Model(Net(), blocks=["stem", "stages.0", "stages.1", "head"])
 
 Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their
-block, so a loss that sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is
-different: it multiplies means over the samples of a batch, and the product of the whole does not follow from
-the means of its microbatches. It is exact where one forward has the whole batch (one data rank, one
-microbatch, any pipeline, tensor and context parallelism), and refused by the plan elsewhere. Any other use of
-a block's inside in the loss, past its outputs, is refused by the name of the block.
+block, so a loss that sums over them (a z-loss) trains exactly, on any number of ranks. So does the auxiliary
+loss of the model: its counts are summed over the global batch first. A loss of one's own that reads
+`outputs.aux_loss` is exact where one forward has the whole batch (one data rank, one microbatch, any
+pipeline, tensor and context parallelism), and refused by the plan elsewhere. Any other use of what is inside
+a block in the loss, past its outputs, is refused by the name of the block.
 
 Limits: batch norms take one microbatch; TorchScript modules are refused; a state that persists from
 call to call (caches, recurrent states kept in the module) is not carried between steps.

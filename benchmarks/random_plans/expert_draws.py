@@ -1,4 +1,6 @@
-"""Distributes experts in a random plan: the same plan, with a mixture of experts along `ep` too."""
+"""Distributes experts in a random plan: the same plan, with a mixture of experts along `ep` too, and with
+slices of each expert along `tp`.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -9,7 +11,9 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
+from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.strategy_interface import Strategy
@@ -31,6 +35,8 @@ def with_experts(
     more: list[Strategy] = [ExpertParallel(), BatchSplit("ep")]
     if not any(isinstance(each, STORES) for each in strategies):
         more += [BatchSplit("dp_shard"), DDP("dp_shard")]
+    if any(isinstance(each, TensorParallel) for each in strategies) and rng.random() < 0.6:
+        more.append(ExpertTensorParallel())
     mixed = [*strategies, *more]
     rng.shuffle(mixed)
     return larger, tuple(mixed)

@@ -118,7 +118,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
             },
             "whole-batch loss": "whole-batch loss",
-            **{name: name for name in ("sync_batch_norm", "expert_parallel")},
+            **{name: name for name in ("sync_batch_norm", "expert_parallel", "expert_tensor_parallel")},
         }
     )
 )

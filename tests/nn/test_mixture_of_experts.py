@@ -47,6 +47,7 @@ PLANS = {  # mesh, strategies, samples of a microbatch
     "tp 2": ({"tp": 2}, (mw.TensorParallel(),), 0),
     "ep 3": ({"ep": 3}, EXPERTS, 2),
     "ep 2, tp 2, recompute": ({"ep": 2, "tp": 2}, None, 0),
+    "ep 2, sliced along tp 2": ({"ep": 2, "tp": 2}, (*EXPERTS, mw.ExpertTensorParallel()), 0),
     "cp 3": ({"cp": 3}, (mw.RingAttention(), mw.DDP("cp")), 0),
 }
 WITH_CAPACITY = ("gshard", "switch", "expert choice")

@@ -79,7 +79,7 @@ class PredictionLoop:
         labels = tuple(raw[name] for name in options.label_names if name in raw)
         if labels and len(labels) == len(options.label_names):
             weight = self._loss.count_weight_and_tokens(batch)[0]
-            total = self._loss.total(outputs, batch)
+            total = self._loss.whole_total(outputs, batch)
             found[LOSS_KEY] = (total.double() / (weight or 1.0)).reshape(1)
         if options.loss_only:
             return found

@@ -13,9 +13,8 @@ class Router(nn.Module):
     """A matrix with one row per expert; with `has_choice_bias`, also a buffer for scores that choose.
 
     `choice_bias` [E] is zero and has no gradient. A routing adds it to scores when it chooses, and not to
-    weights. It balances experts without a loss: lower it for experts with more tokens than the mean of the
-    global batch, and raise it for the others, after each optimizer step (Wang et al. 2024, arXiv 2408.15664).
-    Nothing steps it here.
+    weights. It balances experts without a loss where the strategy `loss_free_balancing` steps it (Wang et al.
+    2024, arXiv 2408.15664).
     """
 
     def __init__(self, width: int, num_experts: int, *, has_choice_bias: bool = False) -> None:

@@ -20,6 +20,8 @@ from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
+from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
+from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -60,6 +62,8 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Ulysses,
         HybridContextParallel,
         ExpertParallel,
+        ExpertTensorParallel,
+        LossFreeBalancing,
         Pipeline,
         PipeDream,
         ActivationCheckpointing,

@@ -22,12 +22,17 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
 from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
 from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_single_rank_transfers
-from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
+from meshwright.plan.step.single_device_program import (
+    forwards_first,
+    sequential_stage_calls,
+    single_device_program,
+)
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
     alignment_diagnostics,
     batch_diagnostics,
     batch_statistic_diagnostics,
+    batch_sum_diagnostics,
     global_batch_diagnostics,
     model_diagnostics,
     precision_diagnostics,
@@ -106,6 +111,7 @@ class Plan:
             *batch_diagnostics(job, sharding, micro_batch),
             *global_batch_diagnostics(job, sharding, micro_batch),
             *batch_statistic_diagnostics(job, sharding, micro_batch),
+            *batch_sum_diagnostics(sharding),
         ]
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
         raise_diagnostics(diagnostics)
@@ -292,6 +298,7 @@ class Plan:
             # what rank 0 has decides, as in the hashes of plans that were written before
             **({"layer_calls": _layer_calls(self.model_spec)} if _slices_params(self.rank_view(0)) else {}),
             **({"needs_global_batch": True} if self.model_spec.needs_global_batch else {}),
+            **({"num_batch_sums": self.model_spec.num_batch_sums} if self.model_spec.num_batch_sums else {}),
             **(
                 {"hidden": [w.name for w in self.model_spec.params if w.is_hidden_matrix]}
                 if depends_on_role(self.job.optimizer)
@@ -376,6 +383,8 @@ def _all_roles(
 def _program(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
     local = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
     stage_calls = sequential_stage_calls(view.model_spec.block_calls, local // micro_batch)
+    if view.model_spec.num_batch_sums:
+        stage_calls = forwards_first(stage_calls)
     for strategy in strategies:
         stage_calls = strategy.order_stage_calls(stage_calls, view)
     program = single_device_program(view, job, micro_batch, stage_calls)

@@ -210,11 +210,30 @@ def batch_statistic_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: i
         fix = f"run the batch in one part: {', '.join(settings)} (pp, tp and cp may stay); or "
         fix += (
             f"train without it: {', '.join(f'model.overrides.output_{each} = false' for each in channels)}, "
-            "and leave it out of a loss of your own"
+            "and leave it out of a loss of your own; the model's own loss (pass none) is exact in any parts, "
+            "and so is meshwright.Loss(auxiliary=...)"
             if channels
             else "return what it is computed from per sample, and add it up in Loss.total"
         )
         yield Diagnostic(text, fix, "loss")
+
+
+def batch_sum_diagnostics(sharding: ShardingPlan) -> Iterator[Diagnostic]:
+    """Yields what contradicts a loss that reads sums over the global batch: one rank for others, and a
+    pipeline whose last stage is on several ranks.
+    """
+    model_spec, where = sharding.model_spec, "the loss reads sums over the tokens of the global batch"
+    if not model_spec.num_batch_sums:
+        return
+    if sharding.primary_rank_axes or model_spec.needs_global_batch:
+        text = f"{where}, and one rank, or every rank, computes it on the gathered outputs of all samples"
+        fix = "leave data_parallel_master (use ddp or zero) and whole_batch out, or the auxiliary loss"
+        yield Diagnostic(text, fix, "loss")
+    last = model_spec.block_calls[-1]
+    if sum(last in block_calls for block_calls in sharding.block_calls_by_pp_rank) > 1:
+        text = f"{where}, and the schedule computes the loss on several ranks of the pipeline"
+        fix = 'take a schedule with one last stage, as "dualpipev", "zb_v" or "1f1b"'
+        yield Diagnostic(text, fix, "strategies.pipeline.schedule")
 
 
 def alignment_diagnostics(align_bytes: int) -> Iterator[Diagnostic]:

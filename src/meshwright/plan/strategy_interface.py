@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
@@ -25,6 +26,7 @@ from meshwright.plan.strategy_state import StateSpec
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
     import torch
+    from torch import nn
 
     from meshwright.engine.runtime.rank_state import RankState
 
@@ -111,6 +113,14 @@ class Strategy(ABC):
         kinds that it changes (`runtime.wrap`).
         """
         return {}
+
+    def on_one_device(self, module: "nn.Module", model_spec: ModelSpec) -> Callable[[bool], None] | None:
+        """Returns what this technique does after each step of an ordinary loop on one device, with which
+        plans are compared; it is told whether the step has updated. None: nothing.
+
+        Called before the first step: it may put hooks on `module`.
+        """
+        return None
 
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;

@@ -56,6 +56,6 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
     # layers that checkpoint themselves warn of a forward without gradients
     with torch.no_grad(), catch_warnings(action="ignore", category=UserWarning):
         outputs = module(**raw)
-        stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight
+        stated = loss.whole_total(module(**loss.model_inputs(batch)), batch) / weight
     returned = returned_loss(outputs)
     return None if returned is None else (float(stated), float(returned))

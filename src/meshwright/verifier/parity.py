@@ -158,6 +158,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             parameters = executor.gather_parameters()
             comparison.values("parameter", step, parameters, truth.parameters)
+            comparison.biases(subject.module, truth)
             report.num_steps += 1
         report.digests = {
             name: _digest(parameter) for name, parameter in executor.gather_parameters().items()
@@ -339,6 +340,13 @@ class _RankComparison:
             self._record_error(quantity, error)
             if not error <= allowed:
                 self._add_difference(quantity, name, block, error, common_factor())
+
+    def biases(self, module: torch.nn.Module, truth: ReferenceStep) -> None:
+        """Compares the buffers of this stage that move the choice of experts: they have the same bits."""
+        for bias in self._parity_case.plan.rank_view(self._report.rank).model_spec.choice_biases:
+            known = truth.biases.get(bias.buffer)
+            if known is not None and not torch.equal(module.get_buffer(bias.buffer), known):
+                self._add_difference("parameter", bias.buffer, bias.block_call, None)
 
     def gradients(self, microbatch: int | None) -> None:
         """Handles COMPARE: compares every gradient as the optimizer is about to see it, before clipping.

@@ -56,7 +56,8 @@ class ReferenceStep:
     """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
-    `gradients` those of the last one. `choices` are those of the tokens of the batch, by experts.
+    `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
+    `choices` the experts of each token, by layer.
     """
 
     batch: Batch
@@ -65,6 +66,7 @@ class ReferenceStep:
     gradients: TensorsByName
     parameters: TensorsByName
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
+    biases: TensorsByName = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
 
 
@@ -99,10 +101,12 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     )
     optimizer = _plain_sgd(plan.job, subject)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
-    samples = parity_case.batch_reader(plan, 0)
+    samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
+    found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
+    step_ends = [each for each in found if each is not None]
     recorder = ChoiceRecorder(lambda: len(reference.steps))
     if replay is None:
-        recorder.attach(subject.module, {call.name for call in plan.model_spec.experts_calls})
+        recorder.attach(subject.module, {call.name for call in model_spec.experts_calls})
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
@@ -118,14 +122,16 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        if parity_case.loss.count(batch) > 0:  # a step in which nothing counts changes nothing
+        updates = bool(parity_case.loss.count(batch) > 0)
+        if updates:  # a step in which nothing counts changes nothing
             optimizer.step()
+        for end_step in step_ends:
+            end_step(updates)
+        biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        num_samples = len(next(iter(batch.values())))
-        choices = {layer: each.of_samples(num_samples) for (layer, _), each in recorder.found.items()}
-        recorder.found.clear()
         values = (loss.item(), norm.item(), gradients, parameters_after)
-        reference.steps.append(ReferenceStep(batch, *values, choices=choices))
+        choices = recorder.pop_choices(len(next(iter(batch.values()))))
+        reference.steps.append(ReferenceStep(batch, *values, biases=_values(biases), choices=choices))
     recorder.detach()
     return reference
 
@@ -218,7 +224,7 @@ def _backward(loss: torch.Tensor) -> None:
         backward_from(loss, 1.0)
 
 
-def _values(parameters: Mapping[str, torch.nn.Parameter]) -> TensorsByName:
+def _values(parameters: Mapping[str, torch.Tensor]) -> TensorsByName:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
@@ -257,7 +263,7 @@ def _loss(
             rng.begin_forward(step, torch.arange(first, first + num_rows))
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
                 outputs = subject.module(**inputs)
-    return parity_case.loss.total(outputs, batch) / (
+    return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
 

@@ -18,6 +18,7 @@ from meshwright.plan.step.grad_dependencies import reads_summed_grads
 from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
+    BATCH_SUM,
     CHECKPOINTED_FORWARD,
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
@@ -49,6 +50,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_copies(rank_plan, role.actions),
             _check_uses(rank_plan, role.actions),
             _check_whole_batch(rank_plan, role.actions),
+            _check_batch_sums(rank_plan, role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),
@@ -242,6 +244,8 @@ def _check_gradients(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
         )
         for axis, collective in param_sharding.grad_reductions().items() if weight.trainable else ():
+            if plan.sharding.mesh.size(axis) == 1:
+                continue
             # one rank receives the sum, and steps for all
             collective = "reduce" if axis in plan.sharding.primary_rank_axes else collective
             transfers = [mover for mover in movers[weight.name] if _has_transfer(mover, collective, axis)]
@@ -367,6 +371,19 @@ def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[st
         missing = [name for name in needed_names if name not in arrived]
         if missing:
             yield f"{loss.name} needs all samples of {', '.join(missing)} and waits for no GATHER of them"
+
+
+def _check_batch_sums(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    losses = [action for action in actions if action.kind == "LOSS"]
+    if not plan.model_spec.num_batch_sums:
+        return
+    for loss in losses:
+        if f"{BATCH_SUM}()" not in transitive_waits(actions, loss):
+            yield f"{loss.name} reads sums over the global batch, and does not wait for {BATCH_SUM}"
+    for action in (action for action in actions if action.kind == BATCH_SUM):
+        for axis in plan.sharding.data_axes:
+            if plan.mesh.size(axis) > 1 and not _has_transfer(action, "all_reduce", axis):
+                yield f"{action.name} is not summed over {axis}: it would be of a part of the global batch"
 
 
 def _has_transfer(action: Action, collective: str, axis: str) -> bool:

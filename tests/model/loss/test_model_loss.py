@@ -119,7 +119,7 @@ def test_it_equals_what_the_forward_returns(name: str):
     module = build().eval()
     expected = module(**batch).loss
     prepared = loss.prepare(batch)
-    total = loss.total(module(**loss.model_inputs(prepared)), prepared)
+    total = loss.whole_total(module(**loss.model_inputs(prepared)), prepared)
     assert torch.allclose(total / loss.count(prepared), expected, rtol=1e-6)
 
 

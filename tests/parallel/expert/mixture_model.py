@@ -41,6 +41,19 @@ def analyzed_mixtral(num_experts: int = 5, choice: tuple[int, ...] = ()) -> mw.A
     return mw.analyze(partial(mixtral, num_experts, choice), batch_of(4))
 
 
+@cache
+def analyzed_gpt_oss() -> mw.AnalyzedModel:
+    """The analysis of a gpt-oss with 5 experts: with biases, and gates and ups in turn."""
+    config = transformers.GptOssConfig(
+        **SIZES,
+        head_dim=8,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default"},
+    )
+    return mw.analyze(partial(transformers.GptOssForCausalLM, config), batch_of(4))
+
+
 def batch_of(num_samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random tokens with labels, of which some do not count."""
     generator = torch.Generator().manual_seed(seed)

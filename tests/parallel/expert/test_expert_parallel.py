@@ -11,6 +11,7 @@ import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.testing.ranks import ProcessPool, run_on_threads
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import (
     TOKENS,
@@ -68,6 +69,7 @@ def test_zero_leaves_experts_whole_that_have_no_further_ranks(stage: int):
     moved = {
         name for action in plan.for_rank(0).actions for name in action.tensors if action.kind in collectives
     }
+    assert not static_checks(plan)
     assert "lm_head.weight" in moved
     assert not any("experts" in name for name in moved)
 

@@ -20,6 +20,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -43,7 +44,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.action_table import KIND_TEXTS, plan_details
+from tests.model.loss import test_load_balancing_loss
 from tests.paper_model import SyntheticModel
+from tests.parallel.expert import test_loss_free_balancing
 from tests.parallel.expert.mixture_model import analyzed_mixtral, expert_strategies, sgd_job
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
@@ -234,6 +237,9 @@ def all_programs() -> list[Plan]:
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
+        make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),
+        test_loss_free_balancing.plan_of("ep"),
+        make_plan(test_load_balancing_loss.analyzed(), sgd_job(), Mesh(ep=3)),
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
     ]

@@ -34,7 +34,7 @@ from meshwright.model.context_parallel.patch_hf_attention import PatchedAttentio
 from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.loss.loss_definition import Batch
-from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
+from meshwright.model.tensors.pytree import copy_containers, replace_tensors, tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor, span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
@@ -97,6 +97,10 @@ class FullSequenceRunner:
         All ranks' parts add up to it.
         """
         return self._state.loss.total(outputs, batch)
+
+    def full_outputs(self, outputs: Any, batch: Batch) -> Any:
+        """Returns the outputs of `run_model` as the loss sees those of all tokens."""
+        return outputs
 
     def full_sequences(self) -> AbstractContextManager[object]:
         """Returns a context in which forwards run as on one device, on all tokens on every rank."""
@@ -197,7 +201,10 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                 for key, value in batch.items()
             }
             return loss.total(_drop_padding(outputs, output_shards), local_batch)
-        return loss.total(wrap_block_outputs(outputs, output_shards), batch) * float(self.is_first_rank)
+        return loss.total(self.full_outputs(outputs, batch), batch) * float(self.is_first_rank)
+
+    def full_outputs(self, outputs: Any, batch: Batch) -> Any:
+        return wrap_block_outputs(copy_containers(outputs), self._lengths_of(batch).output_shards)
 
     def _loss_shard(self, outputs: Any, output_shards: OutputShards) -> TokenShard | None:
         """Returns the shard of tokens that the loss reads; None where it reads more than this rank's tokens.

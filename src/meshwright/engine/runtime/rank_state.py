@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
     from meshwright.engine.forward_backward.stage_send_recv import StageIO
     from meshwright.engine.forward_backward.step_rng import StepRNG
+    from meshwright.engine.losses.batch_sums import BatchSums
     from meshwright.engine.losses.token_count import TokenCounter
     from meshwright.engine.optim.make_optimizers import Optimizers
     from meshwright.engine.optim.optimizer_step import OptimizerUpdate
@@ -194,6 +195,7 @@ class StepState:
     noise_scale: float | None = None
     spike: LossSpike | None = None
     overflow: bool = False
+    updates: bool = False  # whether the STEPs of the current update step
 
     @classmethod
     def on_device(cls, device: torch.device, num_load_counts: int = 0) -> "StepState":
@@ -248,6 +250,7 @@ class RankState:
     stage_io: "StageIO | None" = field(init=False)
     step_rng: "StepRNG" = field(init=False)
     token_counter: "TokenCounter" = field(init=False)
+    batch_sums: "BatchSums" = field(init=False)
     update: "OptimizerUpdate" = field(init=False)
     spike_detector: SpikeDetector | None = field(init=False)
 

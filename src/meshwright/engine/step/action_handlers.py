@@ -35,10 +35,10 @@ class ActionHandlers:
         steps = [action for action in plan.actions if action.kind == "STEP"]  # several: one per group
         self._last_steps = {action.microbatch: action.name for action in steps}
         self._first_steps = {action.microbatch: action.name for action in reversed(steps)}
-        self._updates = False  # whether the STEPs of this update step
         self._is_primary_rank = plan.is_primary_rank(state.world.rank)
         self.handlers: dict[str, Handler] = {
             "TOKEN_COUNT": state.token_counter.count,
+            "BATCH_SUM": state.batch_sums.sum,
             "LOSS": self.compute_loss,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
@@ -88,6 +88,7 @@ class ActionHandlers:
         state.step.loss_factor = self._loss_factor(microbatch)
         outputs, glue_call = state.step.final_glue.pop(microbatch)
         total = state.sequence_runner.loss_sum(outputs, state.step.microbatches[microbatch])
+        total = state.batch_sums.add_to(total, outputs, state.step.microbatches[microbatch])
         if microbatch >= state.step.num_real_microbatches:
             total = total * 0.0
         if not self._graph_checked:
@@ -160,13 +161,13 @@ class ActionHandlers:
         """
         state = self._state
         if action.name == self._first_steps[action.microbatch]:
-            self._updates = (
+            state.step.updates = (
                 bool(state.token_counter.loss_weight(action.microbatch))
                 and self._is_primary_rank
                 and not self._has_overflowed()
                 and not self._is_harmful()
             )
-        if self._updates:
+        if state.step.updates:
             state.update.step(action.tensors if action.subject else None)
         if action.name != self._last_steps[action.microbatch]:
             return

@@ -29,6 +29,7 @@ from meshwright.engine.forward_backward.lockstep_pipeline_forward import Pipelin
 from meshwright.engine.forward_backward.microbatch_forward import run_forward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.forward_backward.step_rng import StepRNG
+from meshwright.engine.losses.batch_sums import BatchSums
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
@@ -134,6 +135,7 @@ class StepExecutor:
         state.stage_io = make_stage_io(state)
         state.step_rng = StepRNG(state, stateless_rng)
         state.token_counter = TokenCounter(state)
+        state.batch_sums = BatchSums(state)
         state.update = OptimizerUpdate(state, is_user_made=optimizer is not None)
         state.spike_detector = None
         if plan.job.guard.action != "off":

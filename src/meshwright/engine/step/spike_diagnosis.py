@@ -79,6 +79,8 @@ class ReplayFindings:
         """Computes the loss of a microbatch, and its gradient down to the last blocks' outputs."""
         outputs, closing = self._state.step.final_glue.pop(microbatch)
         total_norm = self._state.sequence_runner.loss_sum(outputs, self._state.step.microbatches[microbatch])
+        batch = self._state.step.microbatches[microbatch]
+        total_norm = self._state.batch_sums.add_to(total_norm, outputs, batch)
         if microbatch >= self._state.step.num_real_microbatches:
             total_norm = total_norm * 0.0
         if self.first_nonfinite is None and _is_non_finite(total_norm):

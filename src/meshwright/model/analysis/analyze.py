@@ -24,6 +24,7 @@ from meshwright.model.analysis.sharding_trials import (
     find_sequence_info,
     get_blocks,
     make_trial_factory,
+    make_trial_module,
     repeat_samples,
     set_training_mode,
     try_splits_on_slices,
@@ -52,6 +53,8 @@ from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
+from meshwright.model.trial.expert_slices import with_inner_splits
+from meshwright.model.trial.experts_calls import choice_biases
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
@@ -251,6 +254,8 @@ def analyze(
     try_splits = partial(try_splits_on_slices, plan, recorded, inputs)
     divisible = find_shardable_layers(module, findings, trial, layer_roles, roles, loss, try_splits)
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
+    if findings.experts_calls:
+        findings.experts_calls = list(with_inner_splits(findings.experts_calls, make_trial_module(plan)))
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
     model_spec = replace(
         _add_residual_stream(model_spec, trial.recording),
@@ -259,6 +264,7 @@ def analyze(
         targets=batch_columns(targets),
         outputs=outputs,
         needs_global_batch=other,
+        num_batch_sums=loss.num_batch_sums,
         loss_saved_numel=loss_saved_numel(loss, example_samples, trial.outputs) // PROBE_BATCH,
     )
     unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])
@@ -323,6 +329,7 @@ def _build_model_spec(
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         batch_norm_calls=tuple(findings.batch_norm_calls),
         experts_calls=tuple(findings.experts_calls),
+        choice_biases=tuple(choice_biases(module, findings.experts_calls)),
         layer_calls=divisible.calls,
         logits=divisible.logits,
         size_attributes=divisible.size_attributes,

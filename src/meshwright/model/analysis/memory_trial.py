@@ -328,7 +328,7 @@ class _MemoryMeasurement:
 
     def _loss_bytes(self, outputs: Any, batch: Example, closing: BlockCall) -> LinearInSamples:
         before = self._tracker.reset_log()
-        total = self._trial.loss.total(outputs, batch)
+        total = self._trial.loss.whole_total(outputs, batch)
         backward_from(total, 1.0)
         del total, outputs
         backward(closing)

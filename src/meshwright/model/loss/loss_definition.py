@@ -13,6 +13,10 @@ Batches come as users have them: `prepare` makes of each what the model and the 
 divided among ranks. So labels that the loss shifts by a token are shifted while sequences are whole
 (token_cross_entropy.py).
 
+An auxiliary loss of the global batch (`auxiliary`) is no sum over tokens either, but it needs little of them:
+sums over all tokens, which are known before the first backward, and then a sum over tokens that reads these.
+How full the experts of a mixture are is such (load_balancing_loss.py).
+
 A loss of logits may also say how it is computed where each rank has the logits of a part of the vocabulary
 (`vocab_parallel`; model/loss/vocab_parallel_cross_entropy.py).
 """
@@ -48,6 +52,22 @@ class VocabParallelLoss:
 
 
 @dataclass(frozen=True)
+class AuxiliaryLoss:
+    """A term that reads sums over the tokens of the global batch, which have no gradient.
+
+        s = sum over all samples of sums(outputs, batch)      term = sum over them of total(outputs, batch, s)
+
+    `sums` returns `num_sums` float64 numbers of some samples, `total` their part of the term: a scalar, which
+    is linear in the samples once `s` is given. The term is divided by the count of the loss, like its total:
+    a term that is not, such as a mean, has the count among its sums. It is left out of evaluations.
+    """
+
+    sums: Callable[[Any, Batch], torch.Tensor]
+    total: Callable[[Any, Batch, torch.Tensor], torch.Tensor]
+    num_sums: int
+
+
+@dataclass(frozen=True)
 class Loss:
     """A loss: `total(outputs, batch)` is a scalar sum, and the global sum of `count(batch)` divides it.
 
@@ -58,7 +78,8 @@ class Loss:
     logits; None: it needs full logits. `is_token_sum`: the total is a sum over tokens, so it can be computed
     for a part of them. `is_token_nll`: it is the mean negative log-likelihood of a token, and its exponential
     a perplexity. `prepare(batch)` returns the batch that the model and the loss read; it treats each sample
-    alone. `shifts_labels`: labels are a copy of the inputs, and `prepare` shifts them by a token.
+    alone. `shifts_labels`: labels are a copy of the inputs, and `prepare` shifts them by a token. `auxiliary`
+    is a term to be added to the total.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -71,6 +92,20 @@ class Loss:
     is_token_nll: bool = False
     prepare: Callable[[Batch], Batch] = lambda batch: batch
     shifts_labels: bool = False
+    auxiliary: AuxiliaryLoss | None = None
+
+    @property
+    def num_batch_sums(self) -> int:
+        """The number of sums over the global batch that the loss reads."""
+        return 0 if self.auxiliary is None else self.auxiliary.num_sums
+
+    def whole_total(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Returns the total of the global batch, given all its samples at once, with the auxiliary loss."""
+        total = self.total(outputs, batch)
+        if self.auxiliary is None:
+            return total
+        sums = self.auxiliary.sums(outputs, batch)
+        return total + self.auxiliary.total(outputs, batch, sums)
 
     def wrap_total(
         self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
@@ -117,6 +152,12 @@ def check_loss(plan: Plan, loss: Loss) -> None:
         text = (
             f"the loss is {kinds[loss.whole_batch]}, and the plan was made for "
             f"{kinds[plan.model_spec.needs_global_batch]}"
+        )
+        raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
+    if loss.num_batch_sums != plan.model_spec.num_batch_sums:
+        text = (
+            f"the loss reads {loss.num_batch_sums} sums over the global batch, and the plan was made for one "
+            f"that reads {plan.model_spec.num_batch_sums}"
         )
         raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")
     logits = plan.model_spec.logits

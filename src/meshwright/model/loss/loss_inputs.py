@@ -80,7 +80,7 @@ def loss_saved_numel(loss: Loss, batch: TensorBatch, outputs: Any) -> int:
     recorder = ForwardRecorder(nn.Module(), {}, len(next(iter(batch.values()))))
     try:
         with recorder.recording():
-            total = None if loss.whole_batch else loss.total(outputs, batch)
+            total = None if loss.whole_batch else loss.whole_total(outputs, batch)
     except Exception:
         return 0  # it needs values, or other outputs than these
     kept = map(recorder.storage_number, tree_tensors((outputs, dict(batch))))
@@ -90,11 +90,13 @@ def loss_saved_numel(loss: Loss, batch: TensorBatch, outputs: Any) -> int:
 
 def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | None:
     """The indices of the outputs that the loss takes; None if it cannot run here."""
-    recorder = _UseRecorder({id(tensor): index for index, tensor in enumerate(distinct_tensors(outputs))})
+    recorder = OutputUseRecorder(
+        {id(tensor): index for index, tensor in enumerate(distinct_tensors(outputs))}
+    )
     loss_batch = {key: value for key, value in batch.items() if key in loss.targets or not loss.whole_batch}
     try:
         with recorder:
-            loss.total(outputs, loss_batch)
+            loss.whole_total(outputs, loss_batch)
     except KeyError as error:
         if loss.whole_batch and error.args and error.args[0] in batch:
             text = (
@@ -150,7 +152,9 @@ def _cross_sample_error(name: str, shape: list[int], larger_shape: list[int]) ->
     return PlanError(text, fix=fix, location="loss")
 
 
-class _UseRecorder(TorchFunctionMode):
+class OutputUseRecorder(TorchFunctionMode):
+    """Records which tensors operations take: `used`, of those whose `indices` are given by id."""
+
     def __init__(self, indices: Mapping[int, int]) -> None:
         super().__init__()
         self._places = indices

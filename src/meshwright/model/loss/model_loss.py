@@ -18,7 +18,7 @@ squared error, binary cross-entropy. Anything else is refused, and the user stat
 
 import inspect
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from meshwright.model.loss.load_balancing_loss import LoadBalancingCall, auxiliary_loss, find_calls
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
 from meshwright.model.loss.token_cross_entropy import LABELS_KEY, get_logits, token_cross_entropy
 from meshwright.model.recording.op_table import find_op
@@ -80,13 +81,14 @@ def read_model_loss(
         return None
     probes = {key: _probe_values(batch[key]) for key in keys}
     recorder = _LossRecorder({key: (batch[key], probes[key]) for key in keys})
-    with recorder:
+    with find_calls(module) as balancing, recorder:
         outputs = forward(batch)
     loss = returned_loss(outputs)
     if loss is None:
         return None
     with unset_fake_temporarily():
-        found = _Reading(recorder, _named_outputs(outputs), probes, loss).state()
+        reading = _Reading(recorder, _named_outputs(outputs), probes, loss)
+        found = reading.state(balancing, batch)
     return _with_decoder_inputs(found, module) if recorder.embeds_labels else found
 
 
@@ -105,8 +107,11 @@ class _Reading:
         self._terms = recorder.terms(loss, {*self._names, *(id(call.result) for call in recorder.calls)})
         self._calls = [call for call in recorder.calls if id(call.result) in self._terms]
 
-    def state(self) -> Loss:
-        """Returns the loss; raises PlanError for terms that are none of those known."""
+    def state(self, balancing: Sequence[LoadBalancingCall], batch: Batch) -> Loss:
+        """Returns the loss; raises PlanError for terms that are none of those known.
+
+        `balancing` are the calls of a load balancing loss in the forward on `batch`.
+        """
         results = {id(call.result) for call in self._calls}
         others = {key: factor for key, factor in self._terms.items() if key not in results}
         factors = [self._terms[id(call.result)] for call in self._calls]
@@ -116,7 +121,11 @@ class _Reading:
             raise self._refused("is not one mean over tokens or samples")
         (call,) = self._calls
         main = self._cross_entropy(call) if call.name == "cross_entropy" else self._element_loss(call)
-        return _add_scalars(main, self._auxiliary(others)) if others else main
+        for balance in balancing:
+            if list(others) == [key := self._recorder.root(balance.result)]:
+                found = auxiliary_loss(balance, self._outputs, batch, others[key], main.count)
+                return replace(main, auxiliary=found) if found else self._with_scalars(main, others)
+        return self._with_scalars(main, others) if others else main
 
     def _cross_entropy(self, call: LossCall) -> Loss:
         options, labels = call.options, self._probes.get(LABELS_KEY)
@@ -152,11 +161,11 @@ class _Reading:
             raise self._refused("weighs start and end positions in another way than one half each")
         return Loss(_positions_total, _count_positions, targets=POSITION_KEYS)
 
-    def _auxiliary(self, others: Mapping[int, float]) -> dict[str, float]:
-        """Returns the factor of each further scalar that the model returns, by its name among the outputs."""
+    def _with_scalars(self, main: Loss, others: Mapping[int, float]) -> Loss:
+        """Returns `main` with each further scalar that the model returns added, times its factor."""
         if unknown := [key for key in others if key not in self._names]:
             raise self._refused(f"adds {len(unknown)} terms that it does not return")
-        return {self._names[key]: factor for key, factor in others.items()}
+        return _add_scalars(main, {self._names[key]: factor for key, factor in others.items()})
 
     def _is_of_logits(self, call: LossCall) -> bool:
         """Returns whether `call` takes what `get_logits` finds among the outputs without a loss."""

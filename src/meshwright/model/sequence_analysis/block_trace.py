@@ -128,6 +128,8 @@ class BlockTrace(TorchFunctionMode):
             outputs, self._last_block_call = self.module(**batch), ""
             try:
                 loss_value = loss(outputs)
+            except PlanError:
+                raise
             except Exception:  # it needs values or other outputs; a real error shows in the first step
                 loss_value, self.reads_values = None, True
         self.gathers.finish(outputs, loss_value)

@@ -17,10 +17,16 @@ from typing import Any
 
 import torch
 
-from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor, to_local_tensors
+from meshwright.model.context_parallel.sharded_activation import (
+    SequenceShardedTensor,
+    find_sharded_tensors,
+    to_local_tensors,
+)
 from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.loss_inputs import OutputUseRecorder
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
 from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
 GradNode = Any  # torch.autograd.graph.Node
@@ -271,7 +277,17 @@ def rank_loss(
     }
     (length,) = lengths if len(lengths) == 1 else (0,)
     has_own_dtype = loss.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
-    return loss.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
+    total = loss.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
+    if loss.auxiliary is None:
+        return total
+    # of all tokens: what it reads was gathered when it left its block
+    recorder = OutputUseRecorder({id(each): at for at, each in enumerate(find_sharded_tensors(outputs))})
+    with recorder:
+        sums = loss.auxiliary.sums(outputs, batch)
+    if recorder.used:
+        text = "the auxiliary loss sums over outputs of which each rank along cp has its own tokens"
+        raise PlanError(text, fix="set mesh.cp = 1, or leave the auxiliary loss out", location="loss")
+    return total + loss.auxiliary.total(outputs, batch, sums)
 
 
 def _describe_glue(block_call: str) -> str:

@@ -4,6 +4,7 @@ accelerator_autocast   the rules of autocast on the device that trains
 accelerator_norms      what norms keep on the device that trains, and what differs between devices
 fake_tensor_forward    runs the trial and collects its findings
 experts_calls          calls of the experts of a mixture of experts
+expert_slices          splits of the matrices of each expert, found by a trial
 layer_costs            flops and saved activations of each layer call
 op_counter             sizes of matrix products, attention and memory-bound operations
 output_graphs          outputs that a model computes over all samples, such as an auxiliary loss

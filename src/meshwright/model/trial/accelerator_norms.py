@@ -78,7 +78,8 @@ class _RMSNorm(torch.autograd.Function):
         return rows * 1.0 if weight is None else rows * weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         rows, _, weight = ctx.saved_tensors
+        gradient = grads[0]
         of_weight = None if weight is None else gradient.sum_to_size(weight.shape)
         return gradient * rows, None, of_weight

@@ -7,8 +7,10 @@ module itself has the experts along dim 0.
 Limits: experts that are called otherwise (each with all tokens, or one module per expert) are not found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+
+from torch import nn
 
 from meshwright.model.recording.forward_recording import (
     BlockStart,
@@ -17,7 +19,9 @@ from meshwright.model.recording.forward_recording import (
     Recording,
     TensorRecord,
 )
-from meshwright.plan.model_spec.model_spec import ExpertsCall
+from meshwright.plan.model_spec.model_spec import ChoiceBias, ExpertsCall
+
+BIAS_NAMES = ("e_score_correction_bias", "choice_bias")  # of transformers, and of meshwright.nn.Router
 
 
 def experts_calls(recording: Recording) -> Iterator[ExpertsCall]:
@@ -38,6 +42,18 @@ def experts_calls(recording: Recording) -> Iterator[ExpertsCall]:
             if call is not None:
                 yield replace(call, prior_layers=tuple(ended))
             ended.append(event.name)
+
+
+def choice_biases(module: nn.Module, calls: Iterable[ExpertsCall]) -> Iterator[ChoiceBias]:
+    """Yields the saved buffers beside the experts of `calls` that are biases of the choice."""
+    saved = module.state_dict().keys()
+    for name, call in {call.name: call for call in calls}.items():
+        parent = name.rpartition(".")[0]
+        for path, buffer in module.get_submodule(parent).named_buffers():
+            full = f"{parent}.{path}" if parent else path
+            is_bias = path.rpartition(".")[2] in BIAS_NAMES and buffer.shape == (call.num_experts,)
+            if is_bias and full in saved:
+                yield ChoiceBias(full, name, call.block_call, call.num_experts)
 
 
 def _own_params(recording: Recording) -> dict[str, dict[str, TensorRecord]]:

@@ -46,7 +46,7 @@ from meshwright.plan.model_spec.tensor_parallel_layers import (
 KIND_REASONS = {
     "convolution": "a convolution: only linear layers and embeddings can be sharded",
     "attention": "torch computes with all of it at once; attention made of linear layers can be sharded",
-    "experts": "weights of many experts, which are sharded by expert: no strategy does that yet",
+    "experts": "weights of many experts: expert_parallel and expert_tensor_parallel shard them",
     "router": "a router: all ranks must choose the same experts for a token",
 }
 VALUE_DEPENDENT_REASON = (

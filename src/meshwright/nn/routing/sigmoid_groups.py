@@ -14,7 +14,7 @@ gradient disturbs the model. Where each group of experts is on one device, a tok
 With `num_groups` = 1 it is plain sigmoid routing. The bias is the buffer `router.choice_bias`.
 
 Cost: as top-k.
-Limits: nothing steps the bias yet; as it is saved with the model, a trainer of your own may, between steps.
+Limits: the bias stays 0 unless the strategy `loss_free_balancing` steps it.
 Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (equations 12 to 16, section 2.1.2);
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy", arXiv 2408.15664.
 """

@@ -17,9 +17,14 @@ them. In a pipeline, those are the ranks of the last stage.
 
     after    TOKEN_COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  LOSS_SUM  STEP
 
+An auxiliary loss that balances experts reads sums over the global batch (tokens per expert). All forwards
+run first, and BATCH_SUM sums them over the ranks; then every rank adds its part to its losses.
+
+    after    TOKEN_COUNT  F F F  F F F  BATCH_SUM(all-reduce)  LOSS  B B B  LOSS  B B B  LOSS_SUM  STEP
+
 Cost: two messages, of 32 and 8 bytes, per rank and step; per GATHER n-1 times the bytes of a rank's samples;
-memory of activations / n. A rank without samples takes part with zero weight: its labels are ignored, its
-gradients are zero, and no rank waits.
+per BATCH_SUM 8 bytes for each sum, and the activations of all microbatches; memory of activations / n. A rank
+without samples takes part with zero weight: its labels are ignored, its gradients are zero, no rank waits.
 Limits: the ranks divide the global batch. The gradients stay pending sums: a storage strategy must reduce
 them.
 Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv
@@ -41,6 +46,7 @@ from meshwright.plan.step.program import Action, Program, Transfer, index_of_las
 from meshwright.plan.step.single_device_program import (
     BATCH_INFO,
     FORWARD_KINDS,
+    batch_sum_along,
     reduce_totals_along,
     step_total_nbytes,
 )
@@ -78,7 +84,8 @@ class BatchSplit(Strategy):
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         met = program.edit(
             lambda actions: [
-                self._gather_along_axis(action) for action in self._insert_gathers(actions, view, job)
+                batch_sum_along(self._gather_along_axis(action), self.axis, view)
+                for action in self._insert_gathers(actions, view, job)
             ]
         )
         return reduce_totals_along(met, self.axis, step_total_nbytes(view.plan))

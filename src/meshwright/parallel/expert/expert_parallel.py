@@ -34,9 +34,13 @@ Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.194
 a token per node).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.parallel.expert.dispatch import (
@@ -135,7 +139,8 @@ class ExpertParallel(Strategy):
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
                 dispatch = ExpertDispatch(runtime, self.axis, call, number, microbatches)
-                runtime.state.patches.wrap_forward(call.name, dispatch.run)
+                forward = runtime.state.trained_module.module.get_submodule(call.name).forward
+                runtime.state.patches.replace_forward(call.name, partial(_dispatched, dispatch, forward))
         return {}
 
     def _add_transfers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
@@ -172,8 +177,18 @@ class ExpertParallel(Strategy):
             (sent, num_tokens * min(call.top_k, num_ranks - 1)),
             (received, num_tokens * (num_ranks - 1)),
             job.precision.compute,
-            _position(call, view),
+            call_position(call, view),
         )
+
+
+def _dispatched(
+    dispatch: ExpertDispatch,
+    forward: Callable[..., torch.Tensor],
+    module: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return dispatch.run(forward, *args, **kwargs)
 
 
 def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]:
@@ -184,7 +199,7 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
         yield seen[call.block_call], call
 
 
-def _position(call: ExpertsCall, view: RankView) -> float:
+def call_position(call: ExpertsCall, view: RankView) -> float:
     """Returns the position of the call among the collectives of sharded layers in its block."""
     before = [
         at

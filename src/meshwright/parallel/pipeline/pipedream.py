@@ -101,6 +101,12 @@ class PipeDream(Strategy):
                 "the loss is computed on the whole batch at once",
                 "use one that is a sum over samples",
             ),
+            (
+                sharding.model_spec.num_batch_sums > 0,
+                "loss",
+                "the auxiliary loss reads sums over the global batch",
+                "leave it out (model.overrides.output_router_logits = false)",
+            ),
         ):
             if call:
                 yield Diagnostic(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)

@@ -308,6 +308,7 @@ class Pipeline(Strategy):
             self._num_virtual_stages,
             forward,
             weights,
+            sharding.model_spec.num_batch_sums > 0,
         )
 
     @property
@@ -379,6 +380,7 @@ class _ScheduleRequest(NamedTuple):
     num_virtual_stages: int
     forward_flops: tuple[float, ...]
     weight_grad_flops: tuple[float, ...]
+    forwards_first: bool
 
 
 def _declare_blocks_fix(sharding: ShardingPlan) -> str:
@@ -391,20 +393,17 @@ def _cached_schedule(call: _ScheduleRequest) -> Schedule:
     found, forward = find_schedule(call.schedule), call.forward_flops
     if found is None:
         raise ValueError("a plan was made although its pipeline has errors")
-    if not any(forward):  # nobody has counted
-        return found.build(
-            call.num_ranks,
-            call.num_microbatches,
-            call.num_virtual_stages,
-            StageCosts.uniform(len(forward)),
-        )
-    inputs = [2 * whole - half for whole, half in zip(forward, call.weight_grad_flops, strict=True)]
-    return found.build(
-        call.num_ranks,
-        call.num_microbatches,
-        call.num_virtual_stages,
-        StageCosts(forward, inputs, call.weight_grad_flops),
-    )
+    if any(forward):
+        inputs = [2 * whole - half for whole, half in zip(forward, call.weight_grad_flops, strict=True)]
+        costs = StageCosts(forward, inputs, call.weight_grad_flops)
+    else:  # nobody has counted
+        costs = StageCosts.uniform(len(forward))
+    schedule = found.build(call.num_ranks, call.num_microbatches, call.num_virtual_stages, costs)
+    if not call.forwards_first:
+        return schedule
+    # forwards wait for forwards alone, so their order among themselves stays one that ends
+    lists = (tuple(sorted(each, key=lambda action: action.kind != "F")) for each in schedule.actions)
+    return Schedule(schedule.virtual_stages, tuple(lists))
 
 
 @lru_cache(maxsize=32)

@@ -152,6 +152,9 @@ class BatchNormCall:
     input_needs_grad: bool = True
 
 
+OUTPUT_BIAS = "output bias"
+
+
 @dataclass(frozen=True)
 class ExpertsCall:
     """One call of the experts of a mixture of experts, in the forward of `block_call`.
@@ -160,7 +163,10 @@ class ExpertsCall:
     rows of `num_tokens` tokens per sample, of `hidden_size` features, and with the index and the weight of
     `top_k` experts for each; it returns the weighted sum of what these compute. `input_needs_grad` and
     `weights_need_grad` are about the rows, and the weights of the choice. `prior_layers` are the modules that
-    have ended before it in the block call.
+    have ended before it in the block call. `inner_splits` are the splits of `params` along the features
+    between the first and the last product of an expert: what ranks compute on such slices adds up. The side
+    of a bias that is added behind the last product is OUTPUT_BIAS: each rank adds other elements of it. It is
+    empty if no splits are known.
     """
 
     name: str
@@ -173,6 +179,19 @@ class ExpertsCall:
     input_needs_grad: bool = True
     weights_need_grad: bool = True
     prior_layers: tuple[str, ...] = ()
+    inner_splits: tuple[tuple[str, DimSplit], ...] = ()
+
+
+@dataclass(frozen=True)
+class ChoiceBias:
+    """A saved buffer [num_experts] that is added to scores when the module `experts`, in the forward of
+    `block_call`, is chosen from; no gradient steps it.
+    """
+
+    buffer: str
+    experts: str
+    block_call: str
+    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -242,14 +261,15 @@ class ModelSpec:
 
     `inputs` and `targets` are the batch, `outputs` what the forward returns to the loss.
     `needs_global_batch`: the loss is not a sum over samples and needs the outputs of the whole global batch.
+    `num_batch_sums`: the numbers, summed over the global batch, that the loss reads before its backward.
     `pretrained_source`: where the initial values are stored; None means that they are drawn from the seed.
 
     For sharding: `layer_calls` are the calls of layers that can be sharded, in order; `logits` describes a
     vocabulary that can be sharded (None: none); `size_attributes` and `per_head_inputs` are module attributes
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
-    batch, `experts_calls` those of mixtures of experts, in order. `loss_saved_numel`: elements per sample
-    that the loss keeps until its backward.
+    batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
+    choice. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -266,6 +286,7 @@ class ModelSpec:
     targets: tuple[BatchTensor, ...] = ()
     outputs: tuple[BatchTensor, ...] = ()
     needs_global_batch: bool = False
+    num_batch_sums: int = 0
     pretrained_source: PretrainedSource | None = None
     saved_numel: tuple[int, ...] = ()
     user_checkpointed_calls: tuple[str, ...] = ()
@@ -277,6 +298,7 @@ class ModelSpec:
     residual_flows: tuple[ResidualFlow, ...] = ()
     batch_norm_calls: tuple[BatchNormCall, ...] = ()
     experts_calls: tuple[ExpertsCall, ...] = ()
+    choice_biases: tuple[ChoiceBias, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -363,6 +385,7 @@ class ModelSpec:
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
+            choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

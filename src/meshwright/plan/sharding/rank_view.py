@@ -130,8 +130,25 @@ class RankView:
                 )
                 names = (name.rpartition(".") for name in local.param.names)
                 fractions |= {layer: fraction for layer, _, leaf in names if leaf == "weight"}
+        fractions |= self._experts_fractions()
         token_shard = self.plan.mesh.index(self.coordinate, self.plan.token_axes)
         return RankWorkShare(self.plan, self.model_spec, fractions, token_shard)
+
+    def _experts_fractions(self) -> Iterator[tuple[str, LayerFraction]]:
+        """Yields this rank's fraction of the features inside each expert, by module, if they are sliced."""
+        inner_splits = {
+            call.name: call.inner_splits[0] for call in self.model_spec.experts_calls if call.inner_splits
+        }
+        named = (
+            {name: each for each in self.logical_param_shardings for name in each.param.names}
+            if inner_splits
+            else {}
+        )
+        for module, (name, split) in inner_splits.items():
+            for shard in self.dim_shards(named[name]):
+                if shard.dim_split.dim == split.dim:
+                    fraction = Fraction(shard.dim_ranges.size, sum(split.sections))
+                    yield module, LayerFraction(fraction, frozenset(shard.axes))
 
     def slice_range(self, name: str, axis: str) -> tuple[int, int]:
         """Returns the index range of this rank of parameter `name` along the dim that is sliced over

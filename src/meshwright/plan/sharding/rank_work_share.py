@@ -2,6 +2,7 @@
 block call.
 
     sharded with a layer         the rank's fraction of the layer's weight       q k v -> o, gate up -> down
+    operations of experts        the rank's fraction of the features of each     slices of experts
     the rest of the block call   all; a slice if the residual stream is sharded  norms, residuals
     logits of an LM head         as the LM head, if they reach the loss unchanged   the local vocabulary
 
@@ -9,12 +10,12 @@ Fractions follow the rank's own sizes: of three groups of heads on two ranks, th
 sequence sharding they are multiplied by the rank's fraction of the tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
@@ -148,7 +149,15 @@ class RankWorkShare:
             if calls
             else local_saved
         )
-        local_flops = self._local_amount(block_call, flops, [(call, call.flops) for call in calls])
+        experts = (call for call in self.model_spec.experts_calls if call.block_call == block_call)
+        local_flops = self._local_amount(
+            block_call,
+            flops,
+            [
+                *((call, call.flops) for call in calls),
+                *((call, self._experts_flops(call)) for call in experts),
+            ],
+        )
         return BlockShare(
             local_flops,
             local_saved,
@@ -157,7 +166,17 @@ class RankWorkShare:
             round(Fraction(weight_grads, flops or 1) * local_flops),
         )
 
-    def _local_amount(self, block_call: str, total: int, sharded: list[tuple[LayerCall, int]]) -> int:
+    def _experts_flops(self, call: ExpertsCall) -> int:
+        """The forward operations per sample of experts whose features are sliced; 0 for whole ones."""
+        if call.name not in self.layer_fractions:
+            return 0
+        params = (each for each in self.model_spec.params if each.name in call.params)
+        matrices = (param.numel for param in params if len(param.shape) == 3)
+        return 2 * sum(matrices) // call.num_experts * call.num_tokens * call.top_k
+
+    def _local_amount(
+        self, block_call: str, total: int, sharded: Sequence[tuple[LayerCall | ExpertsCall, int]]
+    ) -> int:
         local = Fraction(0)
         for call, amount in sharded:
             layer = self.layer_fractions.get(call.name, FULL_LAYER)

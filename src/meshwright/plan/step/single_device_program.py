@@ -13,6 +13,9 @@ A rank may step more than once: then a list of `StageCalls` says after which bac
 of that microbatch alone. LOCAL_NORM precedes each such STEP, nothing is clipped, and GLOBAL_NORM sums all
 squares.
 
+If the loss reads sums over the global batch (`Loss.auxiliary`), all forwards come first, then
+BATCH_SUM (sums over the tokens of the global batch that the loss reads), then losses and backwards.
+
 If the loss needs the outputs of several ranks, GATHER (one output or target, from all ranks) precedes it.
 Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (copies gradients out of
 the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
@@ -49,6 +52,7 @@ WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and fre
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
+BATCH_SUM = "BATCH_SUM"
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
@@ -72,6 +76,11 @@ def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) 
     ]
 
 
+def forwards_first(stage_calls: Iterable[StageCalls]) -> list[StageCalls]:
+    """Returns `stage_calls` with all forwards before all others, each in their order."""
+    return sorted(stage_calls, key=lambda calls: calls.kind != "F")
+
+
 def single_device_program(
     view: RankView, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
 ) -> Program:
@@ -81,6 +90,8 @@ def single_device_program(
     builder = _StageCallActions(view, job, micro_batch)
     actions = [Action("TOKEN_COUNT"), *(action for calls in stage_calls for action in builder.actions(calls))]
     losses = tuple(action.name for action in actions if action.kind == "LOSS")
+    if losses and view.model_spec.num_batch_sums:
+        _insert_batch_sum(actions, view)
     last = actions[-1].name
     actions.append(Action("LOSS_SUM", waits=losses, frees=builder.scratch_in_use))
     if any(calls.kind == "STEP" for calls in stage_calls):
@@ -97,6 +108,27 @@ def single_device_program(
         Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, view.param_groups)))
     )
     return Program((stage_role(view, actions),))
+
+
+def _insert_batch_sum(actions: list[Action], view: RankView) -> None:
+    """Inserts BATCH_SUM before the first loss, which stands after all forwards; all losses wait for it."""
+    first = next(at for at, action in enumerate(actions) if action.kind == "LOSS")
+    last_call = view.model_spec.block_calls[-1]
+    forwards = (each for each in actions if each.kind == "F" and each.subject == last_call)
+    batch_sum = Action(BATCH_SUM, waits=tuple(action.name for action in forwards))
+    for at, action in enumerate(actions):
+        if action.kind == "LOSS":
+            actions[at] = replace(action, waits=(*action.waits, batch_sum.name))
+    actions.insert(first, batch_sum)
+
+
+def batch_sum_along(action: Action, axis: str, view: RankView) -> Action:
+    """Returns BATCH_SUM also summed along `axis`; any other action unchanged."""
+    if action.kind != BATCH_SUM:
+        return action
+    axes = (*(action.transfer.axes if action.transfer else ()), axis)
+    nbytes = view.model_spec.num_batch_sums * FLOAT_NBYTES["float64"]
+    return replace(action, stream="comm", transfer=Transfer("all_reduce", axes, nbytes, dtype="float64"))
 
 
 def _norm(sharding: ShardingPlan, last: str) -> list[Action]:

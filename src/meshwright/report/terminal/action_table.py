@@ -18,6 +18,7 @@ from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
 from meshwright.report.terminal.dtype_balance_staleness_notes import (
+    batch_sums_text,
     precision_table,
     precision_text,
     sequence_sharding_text,
@@ -38,6 +39,8 @@ KIND_TEXTS = {
     "F": "forward of",
     "F_CHECKPOINTED": "forward with activation checkpointing of",
     "RECOMPUTE": "recompute the forward of",
+    "BATCH_SUM": "sums over the global batch that the loss reads",
+    "BALANCE": "count how often experts were chosen",
     "LOSS": "loss and its gradient",
     "B": "backward of",
     "I": "input gradients of",
@@ -119,6 +122,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         "precision": precision_text(plan),
         **sequence_sharding_text(plan),
         **sharded_params_text(plan),
+        **batch_sums_text(plan),
         **staleness_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),

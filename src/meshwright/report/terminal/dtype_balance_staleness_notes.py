@@ -1,4 +1,4 @@
-"""Describes a plan in notes: the dtype of each role, sequence sharding, and staleness of weights."""
+"""Describes a plan in notes: dtypes, sequence sharding, an auxiliary loss, and staleness of weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -181,6 +181,16 @@ def precision_table(plan: Plan) -> Table:
 
 def _steps_params_directly(plan: Plan) -> bool:
     return plan.job.precision.effective.master == plan.job.precision.parameters
+
+
+def batch_sums_text(plan: Plan) -> dict[str, str]:
+    """Returns what an auxiliary loss of the global batch costs; empty without one."""
+    if not plan.model_spec.num_batch_sums:
+        return {}
+    text = f"of the global batch: {plan.model_spec.num_batch_sums} sums, known before the first backward"
+    if plan.num_microbatches > 1:
+        text += f"; so all {plan.num_microbatches} microbatches run forward first, and keep their activations"
+    return {"auxiliary loss": text}
 
 
 def staleness_text(plan: Plan) -> dict[str, str]:

@@ -29,6 +29,8 @@ CATEGORY_KINDS = {
     "communication": (
         *(
             "TOKEN_COUNT",
+            "BATCH_SUM",
+            "BALANCE",
             "REDUCE",
             "UNSHARD",
             "RESHARD",

@@ -1,0 +1,239 @@
+"""Expert tensor parallelism: each rank along `tp` has a slice of the matrices of every expert.
+
+Why it works: an expert is a pair of matrices with a function of single features between them, as an MLP is
+(megatron_1d.py). So each rank has some columns of the first matrix and the same rows of the second, and
+computes a summand of what the expert returns. The results of the k experts of a token are weighted and added
+before ranks sum them: T rows travel, not k T. All ranks along `tp` have the same tokens and the same choice.
+
+    x, index, weights --I -> R--> gate up_0 -> down_0 -> weighted sum over k --P -> I--> y          rank 0
+    x, index, weights --I -> R--> gate up_1 -> down_1 -> weighted sum over k --P -> I--> y          rank 1
+
+    with expert_parallel    experts S(0) along ep, and each S(features) along tp: tokens go along ep to the
+                            rank with the same slice, and the sum along tp comes after they return
+
+    weights: gate and up S(out), section by section or pair by pair; down S(in); the bias of the first product
+    likewise; that of the second S too: a rank adds its elements of it, so each is counted once
+
+    sent per rank, microbatch and call, for T tokens of D features, w bytes per element and t ranks:
+      forward = 2 (t-1)/t T D w                 one all_reduce of the sums
+      backward = 2 (t-1)/t T (D w + 4 k)        of the gradients of tokens and of weights of the choice
+
+Rows travel in the compute dtype, gradients of weights of the choice in float32 (float64 in a float64 job).
+Experts, their gradients and optimizer states are 1/t, and so is their compute; without this technique ranks
+along `tp` have whole experts, which all compute the same. Features are divided in units of 8
+(of 4 or fewer if 8 do not divide them: products of groups of rows need aligned rows), and the units need not
+divide by the ranks: the first ranks get one more.
+Cost: one sum forward and two backward per call, all exposed: this needs fast links. With small experts the
+products get too narrow; `expert_parallel` keeps them whole.
+Limits: experts of which the analysis knows how they split: it runs them on slices (transformers' experts
+interface, `meshwright.nn.MixtureOfExperts`). Attention and dense MLPs are sharded by `tensor_parallel`, in
+mode 1d. The memory in `plan` counts the activations of whole experts.
+Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3); Singh et al. 2023, "A Hybrid
+Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training", arXiv 2303.06318.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.redistribute import redistribute
+from meshwright.parallel.expert.dispatch import weights_dtype
+from meshwright.parallel.expert.expert_parallel import call_position
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import OUTPUT_BIAS, ExpertsCall
+from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import I, P
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import (
+    COUNT_NBYTES,
+    FORWARD_KINDS,
+    reduce_totals_along,
+    runs_input_backward,
+    samples_per_microbatch,
+)
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+AROUND_DISPATCH = 0.1  # the sum comes after the rows have returned, its adjoint after theirs
+
+
+@dataclass(frozen=True)
+class ExpertTensorParallel(Strategy):
+    """Shards the matrices of each expert along `axis`."""
+
+    name: ClassVar[str] = "expert_tensor_parallel"
+    phase: ClassVar[StrategyPhase] = "shard"
+    axis: str = field(default="tp", metadata=one_of("tp"))
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
+        location = f"strategies.{self.name}"
+        if not calls:
+            text = "no module of this model is called as experts are: with rows [tokens, features], and the "
+            text += "index and the weight [tokens, k] of the chosen experts"
+            fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or leave the strategy out"
+            yield Diagnostic(text, fix, location)
+        whole = [call.name for call in calls if not call.inner_splits]
+        if whole:
+            text = f"the results of {whole[0]} on slices of its matrices do not add up to those on whole ones"
+            text += f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""
+            fix = "leave the strategy out: ranks along tp then have whole experts; or distribute them with ep"
+            yield Diagnostic(text, fix, location)
+        splits = [split for call in calls for _, split in call.inner_splits if split.side != OUTPUT_BIAS]
+        fewest = min(splits, key=lambda split: split.num_units, default=None)
+        if fewest is not None and fewest.num_units < num_ranks:
+            text = (
+                f"the features inside each expert divide into {fewest.num_units} units, and {self.axis} has "
+            )
+            fix = f"set mesh.{self.axis} to at most {fewest.num_units}"
+            yield Diagnostic(f"{text}{num_ranks} ranks", fix, f"mesh.{self.axis}")
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        if sharding.residual_layout.axes_with("S"):
+            axes = " and ".join(sharding.residual_layout.axes_with("S"))
+            text = f"slices of experts take whole tokens, and the residual stream is sharded along {axes}"
+            fix = "use tensor_parallel in mode 1d, without sequence_parallel; or leave the strategy out"
+            yield Diagnostic(text, fix, f"strategies.{self.name}")
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        splits = {
+            name: split for call in sharding.model_spec.experts_calls for name, split in call.inner_splits
+        }
+
+        def slice_features(param_sharding: ParamSharding) -> ParamSharding:
+            param = param_sharding.param
+            split = next((splits[name] for name in param.names if name in splits), None)
+            if split is None:
+                return param_sharding
+            known = replace(param_sharding, param=replace(param, dim_splits=(*param.dim_splits, split)))
+            return known.sliced(self.axis, split.dim)
+
+        return sharding.map_param_shardings(slice_features).map_param_shardings(slice_features, frozen=True)
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if view.plan.mesh.size(self.axis) == 1:
+            return program
+        program = program.edit(lambda actions: self._add_sums(actions, view, job))
+        return reduce_totals_along(program, self.axis, {"TOKEN_COUNT": COUNT_NBYTES})
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        view = runtime.state.plan.view
+        if view.plan.mesh.size(self.axis) > 1:
+            calls = {call.name: call for call in view.model_spec.experts_calls}
+            for name, call in calls.items():
+                runtime.state.patches.wrap_forward(name, _SlicedExperts(runtime, self.axis, call).run)
+        return {}
+
+    def _add_sums(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        num_samples = samples_per_microbatch(actions, view.plan, job)
+        calls: dict[str, list[ExpertsCall]] = {}
+        for call in view.model_spec.experts_calls:
+            calls.setdefault(call.block_call, []).append(call)
+
+        def sums(call: ExpertsCall, *, is_backward: bool) -> Iterator[Transfer]:
+            share = view.work_share.token_fraction(call.block_call, call.name)
+            num_tokens = int(call.num_tokens * share) * num_samples
+            rows = (not is_backward or call.input_needs_grad, call.hidden_size, job.precision.compute)
+            weights = (
+                is_backward and call.weights_need_grad,
+                call.top_k,
+                weights_dtype(job.precision.compute),
+            )
+            sign = -1 if is_backward else 1
+            position = sign * call_position(call, view) + AROUND_DISPATCH
+            for is_needed, width, dtype in (rows, weights):
+                if is_needed:
+                    nbytes = num_tokens * width * DTYPE_NBYTES[dtype]
+                    yield Transfer("all_reduce", (self.axis,), nbytes, dtype=dtype, position=position)
+
+        def add(action: Action) -> Action:
+            own = calls.get(action.subject, [])
+            if action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
+                return action.with_inner_transfers(
+                    [each for call in own for each in sums(call, is_backward=False)]
+                )
+            if own and runs_input_backward(action, view.plan):
+                return action.with_inner_transfers(
+                    [each for call in own[::-1] for each in sums(call, is_backward=True)]
+                )
+            return action
+
+        return list(map(add, actions))
+
+
+class _SlicedExperts:
+    """Runs the module of `call` on slices of its parameters along `axis`, and sums the results."""
+
+    def __init__(self, runtime: Runtime, axis: str, call: ExpertsCall) -> None:
+        state = runtime.state
+        self._state = state
+        self._group: Group = state.world.group((axis,))
+        self._module = state.trained_module.module.get_submodule(call.name)
+        compute = state.plan.job.precision.compute
+        self._dtype, self._weights_dtype = getattr(torch, compute), getattr(torch, weights_dtype(compute))
+        self._zeros: dict[str, tuple[int, int]] = {}  # before and behind the slice of a bias
+        for name, split in call.inner_splits:
+            if split.side == OUTPUT_BIAS:
+                first, end = split.units_of(self._group.index, self._group.size)
+                self._zeros[name.rpartition(".")[2]] = first, split.num_units - end
+
+    def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns what `forward` returns with whole parameters, for [tokens, features] and their choice."""
+        given = [*args, *kwargs.values()]
+        at, _, at_weights = (i for i, each in enumerate(given) if isinstance(each, torch.Tensor))
+        hidden, weights = given[at], given[at_weights]
+        rows, weights_used = _SumGrads.apply(
+            self._group,
+            self._action_name,
+            hidden.to(self._dtype),
+            weights.to(self._weights_dtype),
+        )
+        given[at], given[at_weights] = rows.to(hidden.dtype), weights_used.to(weights.dtype)
+        summand = self._compute(
+            forward, given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+        )
+        return redistribute(summand.to(self._dtype), self._group, P, I, self._action_name).to(hidden.dtype)
+
+    def _action_name(self) -> str:
+        return self._state.current_action
+
+    def _compute(
+        self, forward: Callable[..., torch.Tensor], args: list[Any], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        parameters: dict[str, Any] = self._module._parameters
+        before = {leaf: parameters[leaf] for leaf in self._zeros}
+        for leaf, zeros in self._zeros.items():
+            parameters[leaf] = F.pad(before[leaf], zeros)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(before)
+
+
+class _SumGrads(torch.autograd.Function):
+    """Returns the tensors; in backward, the gradients of those that need one are summed, in their order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: Group, action_name: Callable[[], str], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.way = group, action_name
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, action_name = ctx.way
+        needed = ctx.needs_input_grad[2:]
+        sums = (
+            redistribute(grad, group, P, I, action_name) if needs else None
+            for grad, needs in zip(grads, needed, strict=True)
+        )
+        return None, None, *sums
