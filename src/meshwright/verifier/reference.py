@@ -57,7 +57,7 @@ class ReferenceStep:
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
-    `choices` are those of the tokens of the batch, by experts.
+    `choices` the experts of each token, by layer.
     """
 
     batch: Batch
@@ -131,10 +131,8 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
             end_step(updates)
         biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        num_samples = len(next(iter(batch.values())))
-        choices = {layer: each.of_samples(num_samples) for (layer, _), each in recorder.found.items()}
-        recorder.found.clear()
         values = (loss.item(), norm.item(), gradients, parameters_after)
+        choices = recorder.pop_choices(len(next(iter(batch.values()))))
         reference.steps.append(ReferenceStep(batch, *values, biases=_values(biases), choices=choices))
     recorder.detach()
     return reference

@@ -52,6 +52,12 @@ class ChoiceRecorder:
             handle = module.get_submodule(layer).register_forward_pre_hook(record, with_kwargs=True)
             self._handles.append(handle)
 
+    def pop_choices(self, num_samples: int) -> dict[str, Choices]:
+        """Returns what one forward of `num_samples` samples has chosen, by layer, and forgets it."""
+        choices = {layer: each.of_samples(num_samples) for (layer, _), each in self.found.items()}
+        self.found.clear()
+        return choices
+
     def detach(self) -> None:
         """Ends recording."""
         for handle in self._handles:
