@@ -11,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.setting import Setting, seconds_of
-from meshwright.parallel.context.attention_kernel import attention, attention_backward, merge_outputs
+from meshwright.parallel.context.attention_kernel import attention, attention_backward
+from meshwright.parallel.context.output_merge.merge_outputs import merge_outputs
 
 SHAPE, TINY_SHAPE, KV_HEADS = (1, 32, 8192, 128), (1, 4, 32, 16), 4  # B, H, n, d; H / KV_HEADS heads of keys
 BACKENDS = (

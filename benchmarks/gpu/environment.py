@@ -17,6 +17,7 @@ GPU_TESTS = (
     "tests/parallel/context/test_attention_kernel_gpu.py",
     "tests/run/doctor/test_gpu_checks.py",
     "tests/model/rng/test_triton_draws.py",
+    "tests/parallel/context/output_merge/test_triton_merge.py",
 )
 TESTS_LIMIT_S = 60
 

@@ -17,6 +17,8 @@ SHARED = (
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",
+    "output_merge/merge_outputs",
+    "output_merge/triton_merge",
     "context/ulysses_all_to_all",
     "context/block_mask",
     "context/memory_model",

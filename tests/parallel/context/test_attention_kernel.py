@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cuda_guard import run_with_fake_cuda, why_no_fake_cuda
 from meshwright.parallel.context import attention_kernel
-from meshwright.parallel.context.attention_kernel import attention, attention_backward, merge_outputs
+from meshwright.parallel.context.attention_kernel import attention, attention_backward
+from meshwright.parallel.context.output_merge.merge_outputs import merge_outputs
 from tests.parallel.context.dense_attention import MASKS, dense, gap, mask_of, sample, with_gradients
 
 SCALE, LENGTH = 0.6, 13
@@ -113,14 +113,6 @@ def test_no_queries_and_no_keys_give_nothing(queries: int, keys: int) -> None:
     found = attention_backward(grad, *given, out, lse, scale=SCALE)
     assert [each.shape for each in found] == [each.shape for each in given]
     assert all(each.eq(0).all() for each in found)
-
-
-def test_two_empty_blocks_merge_to_an_empty_one_and_nan_stays_nan() -> None:
-    never, out = torch.full((1, 1, 2), float("-inf")), torch.zeros(1, 1, 2, 3)
-    merged, lse = merge_outputs(out, never, out, never)
-    assert merged.eq(0).all()
-    assert lse.eq(float("-inf")).all()
-    assert merge_outputs(out, never, out + float("nan"), never * 0)[0].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -229,6 +221,7 @@ ON_CUDNN = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.parallel.context import attention_kernel as kernel
+from meshwright.parallel.context.output_merge.merge_outputs import merge_outputs
 
 kernel._choose_kernel = lambda query, value, mask: "cudnn"
 with FakeTensorMode():
@@ -236,7 +229,7 @@ with FakeTensorMode():
     key, value = (torch.empty(2, 2, 6, n, dtype=torch.bfloat16, device="cuda") for n in (20, 12))
     out, lse = kernel.attention(query, key, value, causal=True, scale=0.6)
     merged, total = torch.zeros_like(out, dtype=torch.float32), torch.zeros_like(lse)
-    kernel.merge_outputs(merged[:, :, :6], total[:, :, :6], out, lse)
+    merge_outputs(merged[:, :, :6], total[:, :, :6], out, lse)
     found = kernel.attention_backward(grad, query, key, value, out, total, causal=True, scale=0.6)
 for each in (out, lse, *found):
     print(tuple(each.shape), each.dtype)
@@ -252,28 +245,3 @@ def test_calls_of_cudnn_are_well_formed_and_its_log_sum_exp_can_be_merged() -> N
         "(2, 2, 6, 20) torch.bfloat16",
         "(2, 2, 6, 12) torch.bfloat16",
     ]
-
-
-class Kernels(TorchDispatchMode):
-    """The operations that launch a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **kwargs or {})
-
-
-def test_a_block_is_merged_in_place_by_six_kernels() -> None:
-    out, lse = torch.zeros(1, 2, 8, 4), torch.full((1, 2, 8), float("-inf"))
-    more, more_lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
-    rows = slice(None), slice(None), slice(2, 5)
-    with Kernels() as kernels:
-        merge_outputs(out[rows], lse[rows], more, more_lse)
-    assert kernels.names == ["sub", "sigmoid_", "nan_to_num_", "_to_copy", "lerp", "logaddexp"]
-    assert torch.equal(out[rows], more.float())
-    assert torch.equal(lse[rows], more_lse)
-    assert not out[:, :, :2].any()

@@ -9,8 +9,8 @@ from meshwright.parallel.context.attention_kernel import (
     _choose_kernel,
     attention,
     attention_backward,
-    merge_outputs,
 )
+from meshwright.parallel.context.output_merge.merge_outputs import merge_outputs
 from tests.parallel.context.dense_attention import gap, mask_of, sample, with_gradients
 
 pytestmark = pytest.mark.skipif(

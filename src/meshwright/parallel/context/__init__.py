@@ -7,6 +7,7 @@ context_parallel_strategy  ContextParallel, the base of the three: layouts, diag
 attention_args_to_4d       the arguments of one attention call in four dims
 ring_geometry              the ranks of a ring, their positions, and blocks of queries and keys
 attention_kernel           attention with log-sum-exp: torch's kernels, and matmuls with a softmax
+output_merge               merges the attention to several blocks of keys
 block_mask                 block masks: which queries attend to which keys, and its cache
 ring_attention             forward and backward around a ring
 ulysses_all_to_all         the all-to-all between tokens and heads

@@ -253,19 +253,6 @@ def attention_backward(
             return math_attention_backward(*given, mask, causal, scale, mask_grad, dropout, row_offset)
 
 
-def merge_outputs(
-    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the attention to other keys into `out` and `lse`, in place, and returns both.
-
-    Views of the rows of a block may be passed: nothing is copied.
-    """
-    # of nothing and nothing: nothing
-    weight = torch.sub(other_lse, lse).sigmoid_().nan_to_num_(0.0).to(out.dtype)
-    torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1), out=out)
-    return out, torch.logaddexp(lse, other_lse, out=lse)
-
-
 def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
     kind, dtype = query.device.type, query.dtype
     if kind == "cpu" and dtype.is_floating_point and dtype.itemsize > 1:

@@ -29,9 +29,9 @@ from meshwright.parallel.context.attention_kernel import (
     accumulation_dtype,
     attention,
     attention_backward,
-    merge_outputs,
 )
 from meshwright.parallel.context.block_mask import IntervalMask, MaskCache
+from meshwright.parallel.context.output_merge.merge_outputs import merge_outputs
 from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, QueryKeyBlock
 
 
