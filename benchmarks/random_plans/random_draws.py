@@ -36,6 +36,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -118,7 +119,12 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
             },
             "whole-batch loss": "whole-batch loss",
-            **{name: name for name in ("sync_batch_norm", "expert_parallel", "expert_tensor_parallel")},
+            **{
+                name: name
+                for name in (
+                    *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
+                )
+            },
         }
     )
 )
@@ -259,7 +265,10 @@ def _with_experts(rng: Random, drawn: Draw) -> Draw:
     if found is None or drawn.guard:
         return drawn
     mesh, strategies = found
-    return replace(drawn, model="mixture", mesh=mesh, strategies=strategies)
+    drawn = replace(drawn, mesh=mesh, strategies=strategies)
+    if rng.random() < 0.3:
+        return replace(drawn, model="mixture, biases", strategies=(*strategies, LossFreeBalancing()))
+    return replace(drawn, model="mixture")
 
 
 def _with_batch_norms(drawn: Draw) -> Draw:

@@ -10,6 +10,7 @@ and in sizes for square meshes.
     two inputs           CLIP: text and images, two chains of blocks that meet in the loss
     .., contrastive      the same with a loss of the whole batch: each text is compared with all images
     mixture              Mixtral with five experts, of the sizes of the first llama; in place of it
+    mixture, biases      GLM-4-MoE with five experts and one for all tokens, and biases of the choice
     batch norms          a U-Net whose batch norms take the statistics of the whole batch; data parallelism
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
@@ -167,17 +168,11 @@ def _batch_norms() -> RandomModel:
     )
 
 
-def _mixture() -> RandomModel:
-    fields = {**LAYERS, "max_position_embeddings": 32, "use_cache": False}
-    family = Family(
-        "mixture",
-        "Mixtral",
-        "ForCausalLM",
-        GROUPED_QUERY_SIZES,
-        {**fields, "num_local_experts": 5, "num_experts_per_tok": 2},
-    )
+def _mixture(name: str, family_name: str, **experts: int) -> RandomModel:
+    fields = {**LAYERS, "max_position_embeddings": 32, "use_cache": False, "num_experts_per_tok": 2}
+    family = Family(name, family_name, "ForCausalLM", GROUPED_QUERY_SIZES, {**fields, **experts})
     make = partial(model_of, family)
-    return RandomModel("mixture", make, partial(_text, 9, 0), (9,), 6, 6, num_heads=6, is_drawn=False)
+    return RandomModel(name, make, partial(_text, 9, 0), (9,), 6, 6, num_heads=6, is_drawn=False)
 
 
 MODELS: Mapping[str, RandomModel] = MappingProxyType(
@@ -195,7 +190,16 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
             _even("gpt2", (12,), n_layer=4),
             _even("t5", (12, 8), num_layers=2),
             _batch_norms(),
-            _mixture(),
+            _mixture("mixture", "Mixtral", num_local_experts=5),
+            _mixture(
+                "mixture, biases",
+                "Glm4Moe",
+                n_routed_experts=5,
+                moe_intermediate_size=16,
+                first_k_dense_replace=1,
+                n_group=1,
+                topk_group=1,
+            ),
         )
     }
 )
