@@ -8,7 +8,7 @@ import torch
 
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ExpertsCall
-from meshwright.plan.sharding.expert_load import counted_experts_calls
+from meshwright.plan.sharding.expert_load import counted_experts_calls, load_count_begins, num_load_counts
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
 
@@ -19,7 +19,8 @@ def count_expert_load(state: RankState) -> None:
     To be called when strategies have wrapped the forwards of experts: around these, the choices are the
     router's. The host reads nothing.
     """
-    view, work, begin = state.plan.view, state.plan.view.work_share, 1
+    view, work = state.plan.view, state.plan.view.work_share
+    begins = load_count_begins(view.plan)
     local = {call.name for call in view.model_spec.experts_calls}
     forwards = [action for action in state.plan.actions if action.kind in FORWARD_KINDS]
     microbatches = {action.name: action.microbatch or 0 for action in forwards}
@@ -42,6 +43,5 @@ def count_expert_load(state: RankState) -> None:
         # where each rank has all tokens, the first one counts them
         has_others_tokens = work.token_shard and work.token_fraction(call.block_call, name) == 1
         if name in local and not has_others_tokens:
-            state.patches.wrap_forward(name, partial(count, begin, call))
-        begin += call.num_experts + 1
-    state.num_load_counts = begin - 1
+            state.patches.wrap_forward(name, partial(count, 1 + begins[name], call))  # behind the loss
+    state.num_load_counts = num_load_counts(view.plan)

@@ -9,19 +9,16 @@ tokens go elsewhere. The counts are those of the global batch: the bias is the s
 
     b_e after = b_e + rate x sign(mean of c - c_e)    c_e: how often expert e is chosen in the global batch
 
-    before   F F F  LOSS  B B B                          CLIP  STEP
-    after    F F F  BALANCE(all-reduce)  LOSS  B B B     CLIP  STEP, and the biases
+    F F F  LOSS  B B B  LOSS_SUM(loss, and how often each expert was chosen)  CLIP  STEP, and the biases
 
-    sent per rank and step: 8 bytes per expert and layer (float64: counts are exact)
+    sent per rank and step: nothing more; the counts travel with the sum of the loss (sharding/expert_load.py)
 
-BALANCE (sums how often each expert was chosen in the global batch) is between the ranks with other samples or
-tokens; those of a pipeline stage have the same layers. Counts are integers, and a sign has no rounding, so
-every rank takes the same step to the bit. Tokens of all microbatches count once: a forward that is run again,
-an evaluation, and samples that only fill a microbatch do not. The bias changes after STEP, when no forward of
-the step is run again, and stays where a step is skipped. It is a buffer of the model, in checkpoints and
-exports.
+Counts are integers, exact in float64, and a sign has no rounding, so every rank takes the same step to the
+bit. Tokens of all microbatches count once: a forward that is run again, an evaluation, and samples that only
+fill a microbatch do not. The bias changes after STEP, when no forward of the step is run again, and stays
+where a step is skipped. It is a buffer of the model, in checkpoints and exports.
 
-Cost: one small message per step, hidden behind the backwards; tokens x k additions per layer.
+Cost: E numbers per layer are read and written.
 Limits: the model has a bias for it: a buffer `e_score_correction_bias` (DeepSeek-V3, GLM-4-MoE and others of
 transformers) or `choice_bias` (`meshwright.nn.SigmoidGroups`) beside its experts. One update per step.
 Paper: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv
@@ -29,7 +26,7 @@ Paper: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixtur
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,14 +37,12 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ChoiceBias, ModelSpec
+from meshwright.plan.sharding.expert_load import load_count_begins
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Action, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
+from meshwright.plan.step.program import Action, Program, with_waits
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
-
-COUNT_NBYTES = 8
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class LossFreeBalancing(Strategy):
     """Steps the biases that choose experts by `rate`, from how often each was chosen in the global batch."""
 
     name: ClassVar[str] = "loss_free_balancing"
-    phase: ClassVar[StrategyPhase] = "comm"  # the last: it sees the choice before other techniques
+    phase: ClassVar[StrategyPhase] = "comm"
     rate: float = field(default=0.001, metadata=above(0.0))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -88,17 +83,12 @@ class LossFreeBalancing(Strategy):
             yield Diagnostic(text, "use tensor_parallel in mode 1d, without sequence_parallel", location)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if not view.model_spec.choice_biases:  # of this stage
-            return program
-        return program.edit(lambda actions: self._add_balance(actions, view))
+        return program.edit(self._step_after_counts)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        if not runtime.state.plan.view.model_spec.choice_biases:
-            return {}
-        balancer = _Balancer(runtime, self.rate)
-        runtime.wrap("TOKEN_COUNT", balancer.reset_before)
-        runtime.wrap("STEP", balancer.step_after)
-        return {"BALANCE": balancer.sum_counts}
+        if runtime.state.plan.view.model_spec.choice_biases:  # of this stage
+            runtime.wrap("STEP", partial(_with_biases, runtime, self.rate))
+        return {}
 
     def on_one_device(self, module: nn.Module, model_spec: ModelSpec) -> Callable[[bool], None]:
         biases = model_spec.choice_biases
@@ -114,23 +104,16 @@ class LossFreeBalancing(Strategy):
 
         return end_step
 
-    def _add_balance(self, actions: list[Action], view: RankView) -> list[Action]:
-        if any(action.kind == "STEP" and action.microbatch is not None for action in actions):
+    def _step_after_counts(self, actions: list[Action]) -> list[Action]:
+        steps = [at for at, action in enumerate(actions) if action.kind == "STEP"]
+        if any(actions[at].microbatch is not None for at in steps):
             text = (
                 "every microbatch is an update of its own, and biases are stepped once, from the whole batch"
             )
             raise PlanError(text, fix='use the strategy "pipeline"', location=f"strategies.{self.name}")
-        at = max(at for at, action in enumerate(actions) if action.kind in FORWARD_KINDS)
-        balance = Action("BALANCE", waits=(actions[at].name,))
-        sharding = view.plan
-        axes = [axis for axis in (*sharding.data_axes, *sharding.token_axes) if sharding.mesh.size(axis) > 1]
-        if axes:
-            nbytes = COUNT_NBYTES * sum(bias.num_experts for bias in view.model_spec.choice_biases)
-            transfer = Transfer("all_reduce", tuple(axes), nbytes, dtype="float64")
-            balance = replace(balance, stream="comm", transfer=transfer)
-        first_step = next(at for at, action in enumerate(actions) if action.kind == "STEP")
-        actions[first_step] = with_waits(actions[first_step], [balance.name])
-        return [*actions[: at + 1], balance, *actions[at + 1 :]]
+        counted = [action.name for action in actions if action.kind == "LOSS_SUM"]
+        actions[steps[-1]] = with_waits(actions[steps[-1]], counted)
+        return actions
 
 
 class ChoiceCounts:
@@ -160,57 +143,22 @@ def step_biases(module: nn.Module, biases: Sequence[ChoiceBias], counts: torch.T
         buffer.add_((chosen.sum() - chosen * len(chosen)).sign().to(buffer.dtype), alpha=rate)
 
 
-class _Balancer:
-    """The counts of one rank, their sums, and its biases."""
+def _with_biases(runtime: Runtime, rate: float, handler: Handler) -> Handler:
+    """Returns a handler of STEP that steps the biases behind the last one, unless the step is skipped."""
+    state, plan = runtime.state, runtime.state.plan
+    module = state.trained_module.module
+    last = [action.name for action in plan.actions if action.kind == "STEP"][-1]
+    biases = plan.view.model_spec.choice_biases
+    begin_of = load_count_begins(plan.sharding)
 
-    def __init__(self, runtime: Runtime, rate: float) -> None:
-        self._state, self._rate = runtime.state, rate
-        plan = self._state.plan
-        self._biases = plan.view.model_spec.choice_biases
-        self._counts = ChoiceCounts(self._biases, self._state.world.device)
-        self._sums: torch.Tensor | None = None
-        self._microbatches = {
-            action.name: action.microbatch for action in plan.actions if action.kind in FORWARD_KINDS
-        }
-        for index, bias in enumerate(self._biases):
-            if self._counts_tokens_of(bias):
-                runtime.state.patches.wrap_forward(bias.experts, partial(self._run_experts, index))
+    def step(action: Action) -> None:
+        handler(action)
+        if action.name == last and state.step.updates:
+            begins = [1 + begin_of[bias.experts] for bias in biases]  # behind the loss
+            counts = [
+                state.step.sums[begin : begin + bias.num_experts]
+                for begin, bias in zip(begins, biases, strict=True)
+            ]
+            step_biases(module, biases, torch.cat(counts), rate)
 
-    def _counts_tokens_of(self, bias: ChoiceBias) -> bool:
-        """Returns whether this rank counts: where ranks along cp have all tokens, the first of them does."""
-        view = self._state.plan.view
-        tokens = view.plan.model_spec.sequence_info
-        has_all = tokens is None or not tokens.num_sharded_tokens(bias.block_call)
-        return not has_all or not any(view.coordinate[axis] for axis in view.plan.token_axes)
-
-    def _run_experts(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        microbatch = self._microbatches.get(self._state.current_action)
-        if microbatch is not None and microbatch < self._state.step.num_real_microbatches:
-            self._counts.add(index, args, kwargs)
-        return forward(*args, **kwargs)
-
-    def reset_before(self, handler: Handler) -> Handler:
-        """Returns a handler that forgets the counts of the last step, which may have failed, first."""
-
-        def begin(action: Action) -> None:
-            self._counts.values.zero_()
-            handler(action)
-
-        return begin
-
-    def sum_counts(self, action: Action) -> None:
-        """Starts the sum of the counts over ranks."""
-        self._sums = self._counts.values.double()
-        self._state.start_collective(action, self._sums)
-
-    def step_after(self, handler: Handler) -> Handler:
-        """Returns a handler of STEP that steps the biases too, unless the step is skipped."""
-
-        def step(action: Action) -> None:
-            handler(action)
-            sums, self._sums = self._sums, None
-            if sums is not None and self._state.step.updates:
-                module = self._state.trained_module.module
-                step_biases(module, self._biases, sums, self._rate)
-
-        return step
+    return step

@@ -47,6 +47,15 @@ def counted_experts_calls(sharding: ShardingPlan) -> dict[str, ExpertsCall]:
     return {call.name: call for call in sharding.model_spec.experts_calls}
 
 
+def load_count_begins(sharding: ShardingPlan) -> dict[str, int]:
+    """Returns where the counts of each layer begin among all."""
+    found, begin = dict[str, int](), 0
+    for name, call in counted_experts_calls(sharding).items():
+        found[name] = begin
+        begin += call.num_experts + 1
+    return found
+
+
 def num_load_counts(sharding: ShardingPlan) -> int:
     """Returns how many counts a step has: for each layer those of its experts, and of none."""
     return sum(call.num_experts + 1 for call in counted_experts_calls(sharding).values())
@@ -54,11 +63,10 @@ def num_load_counts(sharding: ShardingPlan) -> int:
 
 def expert_loads(sharding: ShardingPlan, counts: Sequence[float]) -> tuple[ExpertLoad, ...]:
     """Returns the load of each layer, from the counts of all."""
-    found, begin = list[ExpertLoad](), 0
+    begins, found = load_count_begins(sharding), list[ExpertLoad]()
     for name, call in counted_experts_calls(sharding).items():
-        *of_experts, dropped = map(int, counts[begin : begin + call.num_experts + 1])
+        *of_experts, dropped = map(int, counts[begins[name] : begins[name] + call.num_experts + 1])
         found.append(ExpertLoad(name, tuple(of_experts), dropped))
-        begin += call.num_experts + 1
     return tuple(found)
 
 

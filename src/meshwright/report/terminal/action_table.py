@@ -40,7 +40,6 @@ KIND_TEXTS = {
     "F_CHECKPOINTED": "forward with activation checkpointing of",
     "RECOMPUTE": "recompute the forward of",
     "BATCH_SUM": "sums over the global batch that the loss reads",
-    "BALANCE": "count how often experts were chosen",
     "LOSS": "loss and its gradient",
     "B": "backward of",
     "I": "input gradients of",

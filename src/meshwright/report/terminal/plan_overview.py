@@ -52,7 +52,7 @@ SENT_TEXTS = {
     **dict.fromkeys(("B", "I", "W", "SEND_GRAD", "CONCAT_GRAD"), "activation grads"),
     **dict.fromkeys(("GATHER", "SCATTER"), "samples"),
     **dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM", "GLOBAL_NORM", "REDUCE_SQNORM"), "counts, loss, norm"),
-    **dict.fromkeys(("BATCH_SUM", "BALANCE"), "tokens per expert"),
+    "BATCH_SUM": "tokens per expert",
     "LOSS": "loss",
     "BROADCAST": "broadcast",
     "NOISE_SCALE": "noise scale",

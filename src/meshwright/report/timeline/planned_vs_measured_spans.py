@@ -30,7 +30,6 @@ CATEGORY_KINDS = {
         *(
             "TOKEN_COUNT",
             "BATCH_SUM",
-            "BALANCE",
             "REDUCE",
             "UNSHARD",
             "RESHARD",
