@@ -194,7 +194,7 @@ def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_st
     code, _, err = forks(
         "train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills"
     )
-    assert code == 2
+    assert code == 2, err
     assert err.startswith(
         "error checkpoint: step 20 was not saved: writing failed on rank 0 (File too large)"
     )

@@ -16,7 +16,8 @@ is refused is a fault, and the claim does not hold.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.models.head_batches import TEXTS, Batch
 from benchmarks.models.head_families import ALL_HEADS, Head
-from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.loss_definition import AuxiliaryLoss, Loss
 from meshwright.model.tensors.float64_mode import batch_in_float64
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.reference import Reference, run_reference
@@ -43,6 +44,18 @@ MICRO_BATCH = 2  # samples of a pipeline's micro-batch: three of them
 PLANS = {f"{axis} {ranks}": (axis, ranks) for axis in ("dp_replicate", "tp", "pp", "cp") for ranks in (2, 3)}
 # the model gets the whole batch, labels too, and its loss is taken as it is
 OWN_LOSS = Loss(lambda outputs, batch: outputs["loss"], lambda batch: torch.tensor(1), targets=())
+
+
+def _own_loss(num_sums: int) -> Loss:
+    """Returns OWN_LOSS for a plan whose loss reads sums over the global batch: it has its term already."""
+
+    def sums(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.zeros(num_sums, dtype=torch.float64)
+
+    def total(outputs: object, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> torch.Tensor:
+        return sums.sum()
+
+    return replace(OWN_LOSS, auxiliary=AuxiliaryLoss(sums, total, num_sums) if num_sums else None)
 
 
 def check_head(head: Head) -> dict[str, Any]:
@@ -68,7 +81,10 @@ def one_device_error(analyzed: mw.AnalyzedModel, batch: Batch) -> float:
     )
     plan = mw.make_plan(analyzed, job)
     own = run_reference(
-        make_parity_case(analyzed, plan, OWN_LOSS, lambda plan, rank: lambda step: batch), num_steps=1
+        make_parity_case(
+            analyzed, plan, _own_loss(plan.model_spec.num_batch_sums), lambda plan, rank: lambda step: batch
+        ),
+        num_steps=1,
     )
     with mw.parallelize(analyzed, plan) as trainer:
         metrics = trainer.step(trainer.local_batch(batch_in_float64(batch)))

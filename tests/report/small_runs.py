@@ -37,7 +37,8 @@ def train_small_run(
     strategies = (BatchSplit(), DDP(algorithm=algorithm)) if ranks > 1 else ()
     plan = replace(plan_of(ANALYZED, ranks, strategies, micro_batch=2, job=job), run=run)
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
-    write_request(PlanRequest(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
+    request = PlanRequest(plan.job, run, mesh, plan.micro_batch, strategies=plan.strategies)
+    write_request(request, folder / "plan.toml")
     write_run_info(plan, plan_summary(plan), state_nbytes_by_role(plan), torch.device("cpu"))
 
     def rank(world):

@@ -207,6 +207,7 @@ REQUESTS = st.builds(
     ),
     st.dictionaries(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), INTS),
     INTS,
+    INTS,
     st.none() | st.lists(STRATEGIES, max_size=3).map(tuple),
     st.dictionaries(st.sampled_from(["plan_hash", "meshwright"]), TEXTS),
 )

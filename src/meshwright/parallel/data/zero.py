@@ -153,9 +153,11 @@ class ZeRO(Strategy):
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, say, if their ranks are all there are
-            replicas = (self.replicate_axis,) if self.replicate_axis else ()
-            return sharding.mesh.group_size((*axes, *replicas)) == 1
+        replicas = (self.replicate_axis,) if self.replicate_axis else ()
+        num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *replicas))
+
+        def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, if each of the ranks has its own
+            return sharding.mesh.group_size((*axes, *replicas)) == 1 < num_ranks
 
         def stored(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)

@@ -1,6 +1,6 @@
 """Sums the load of experts over steps, so that a run of any length has about a hundred lines of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.plan.plan import Plan
@@ -8,6 +8,7 @@ from meshwright.plan.sharding.expert_load import ExpertLoad, busiest, expert_ran
 from meshwright.run.telemetry.metrics_log import EXPERT_LOAD
 
 MAX_LINES = 100
+STEP_FIELDS = ("busiest_expert", "busiest_rank", "dropped_share")
 
 
 class ExpertLoadLines:
@@ -51,3 +52,8 @@ class ExpertLoadLines:
             max(map(busiest, by_rank), default=None),
             dropped / total if total else None,
         )
+
+
+def without_expert_load(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record of a step; without the fields of its experts, if there are none."""
+    return {name: value for name, value in record.items() if value is not None or name not in STEP_FIELDS}

@@ -40,7 +40,7 @@ from meshwright.run.telemetry.callbacks import (
     StopRequest,
     call_callbacks,
 )
-from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines
+from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines, without_expert_load
 from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
 from meshwright.run.telemetry.rank_profile import RankUsage
 
@@ -262,7 +262,7 @@ class _TrainLoop:
         expert_load = self._expert_load_lines.worst(metrics.expert_loads)
         record = self.record = _step_record(metrics, usage, expert_load)
         self.loss = metrics.loss
-        self._write(asdict(record))
+        self._write(without_expert_load(asdict(record)))
         line = self._expert_load_lines.add(record.step, metrics.expert_loads)
         if line is not None:
             self._write(line)
