@@ -16,20 +16,15 @@ are compared with the formula as well. The figure is the number of cases that ag
 16 roundings of float32.
 
     python -m benchmarks.context_parallel.context_published    a minute, and once the environment of the
-                                                               packages in benchmarks/scratch
+                                                               packages in build/peers
 """
 
 import os
-import subprocess
 import sys
-import sysconfig
-import venv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from importlib.util import find_spec
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +38,9 @@ from benchmarks.context_parallel.attention_call import (
     Tensors,
     reference_attention,
 )
+from benchmarks.harness.peer_environment import ensure_packages
 from benchmarks.harness.rank_processes import Ranks
-from benchmarks.harness.result import ROOT, Result
+from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import fresh_store, join
 from meshwright.comm.world import TorchWorld
 from meshwright.parallel.context.ring import RingAttention
@@ -214,28 +210,9 @@ def result(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Result:
     return Result.of_count(NAME, CLAIM, values, limit=ROUNDINGS, bar=len(values), detail=detail)
 
 
-def environment() -> str:
-    """Returns the Python of the environment with the packages; makes it if it does not exist."""
-    folder = ROOT / "benchmarks" / "scratch" / "published"
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        packages = Path(subprocess.check_output(ask, text=True).strip())
-        (packages / "meshwright.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
-        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=True)
-        (folder / "ready").touch()
-    return str(python)
-
-
 def main() -> None:
     """Compares, and writes the result."""
-    if find_spec("yunchang") is None:
-        sys.exit(
-            subprocess.run(
-                [environment(), "-m", f"benchmarks.context_parallel.{NAME}"], cwd=ROOT, check=False
-            ).returncode
-        )
+    ensure_packages(f"benchmarks.context_parallel.{NAME}", "yunchang", PACKAGES)
     os.environ["OMP_NUM_THREADS"] = "1"
     found: dict[str, dict[str, dict[str, float]]] = {}
     for size in (2, 3, 4):

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.deepspeed_environment import DEEPSPEED_VERSION, ensure_deepspeed
 from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure, overall
+from benchmarks.harness.peer_environment import DEEPSPEED_VERSION, ensure_deepspeed
 from benchmarks.harness.rank_processes import Build, Ranks
 from benchmarks.harness.result import Result, stored, unresolved
 from benchmarks.models.llama_steps import HEAVY, deepspeed_zero, fresh_store, fsdp, sharded

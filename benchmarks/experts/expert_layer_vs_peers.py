@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.experts.layer_steps import LayerSize, deepspeed_distributed, one_process, our_distributed
-from benchmarks.harness.deepspeed_environment import ensure_deepspeed
 from benchmarks.harness.interleaved_timing import Rounds, Window, compare, measure
+from benchmarks.harness.peer_environment import ensure_deepspeed
 from benchmarks.harness.rank_processes import Build, Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import fresh_store
