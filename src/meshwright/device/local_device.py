@@ -6,6 +6,8 @@ the CPU; on a host that has some only if its user has hidden them on purpose, by
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -63,6 +65,16 @@ def unseen_platform() -> Platform | None:
         return None
     found = (each for each in PLATFORMS if each.device_file and Path(each.device_file).exists())
     return next(found, None)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Returns whether kernels of Triton run on `device`."""
+    return device.type != CPU.type and _triton_is_installed()
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def num_accelerators() -> int:

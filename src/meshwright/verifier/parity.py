@@ -289,8 +289,7 @@ class _RankComparison:
         microbatches = {action.name: action.microbatch or 0 for action in forwards}
         recorder = ChoiceRecorder(lambda: microbatches.get(state.current_action))
         if not state.plan.sharding.primary_rank_axes:
-            layers = {call.name for call in state.plan.view.model_spec.experts_calls if call.form == "choice"}
-            recorder.attach(state.trained_module.module, layers)
+            recorder.attach(state.trained_module.module, state.plan.view.model_spec.experts_calls)
         return recorder
 
     def choices(self, recorder: ChoiceRecorder, truth: ReferenceStep) -> None:

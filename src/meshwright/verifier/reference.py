@@ -106,9 +106,7 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     step_ends = [each for each in found if each is not None]
     recorder = ChoiceRecorder(lambda: len(reference.steps))
     if replay is None:
-        recorder.attach(
-            subject.module, {call.name for call in model_spec.experts_calls if call.form == "choice"}
-        )
+        recorder.attach(subject.module, model_spec.experts_calls)
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:

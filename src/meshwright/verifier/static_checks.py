@@ -244,7 +244,7 @@ def _check_gradients(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]
             (last[block_call] for block_call in weight.block_calls if block_call in last), default=-1
         )
         for axis, collective in param_sharding.grad_reductions().items() if weight.trainable else ():
-            if plan.sharding.mesh.size(axis) == 1:
+            if plan.sharding.mesh.size(axis) == 1:  # the sum over one rank is complete
                 continue
             # one rank receives the sum, and steps for all
             collective = "reduce" if axis in plan.sharding.primary_rank_axes else collective

@@ -110,10 +110,9 @@ def local_sums(self: BatchSums, action: Action, start: object = BatchSums.sum) -
     self._sums = self._sums.clone()  # before the sum over ranks has arrived
 
 
-def times_ranks(
-    self: BatchSums, total: torch.Tensor, *given: object, add: object = BatchSums.add_to
-) -> torch.Tensor:
-    return total + (add(self, total, *given) - total) * 3
+def times_ranks(self: BatchSums, *given: object, correct: object = BatchSums.loss_sum) -> torch.Tensor:
+    total = self._state.sequence_runner.loss_sum(*given)
+    return total + (correct(self, *given) - total) * 3
 
 
 def counted_twice(self: BatchSums, action: Action, start: object = BatchSums.sum) -> None:
@@ -129,7 +128,7 @@ def counted_twice(self: BatchSums, action: Action, start: object = BatchSums.sum
 
 @pytest.mark.parametrize(
     ("method", "broken"),
-    [("sum", local_sums), ("add_to", times_ranks), ("sum", counted_twice)],
+    [("sum", local_sums), ("loss_sum", times_ranks), ("sum", counted_twice)],
     ids=["f of a rank", "times the ranks", "counted by the rerun too"],
 )
 def test_planted_faults_are_found(method: str, broken: object, monkeypatch: pytest.MonkeyPatch):

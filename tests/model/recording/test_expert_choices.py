@@ -4,6 +4,7 @@ import torch
 
 from meshwright.model.recording.expert_choices import ChoiceRecorder, Choices, first_other_choice
 from meshwright.nn.experts import ExpertMLP, Experts
+from meshwright.plan.model_spec.model_spec import ExpertsCall
 
 
 def choices(index: list[list[int]], weights: list[list[float]]) -> Choices:
@@ -14,7 +15,7 @@ def test_the_first_call_of_a_forward_is_recorded():
     experts, keys = Experts(4, 3, 2, ExpertMLP()), iter([0, 0, None, 1])
     model = torch.nn.ModuleDict({"experts": experts})
     recorder = ChoiceRecorder(lambda: next(keys))
-    recorder.attach(model, ["experts"])
+    recorder.attach(model, [ExpertsCall("experts", "block", (), 3, 1, 1, 4)])
     for each in range(4):
         experts(torch.ones(1, 4), top_k_index=torch.tensor([[each % 2]]), top_k_weights=torch.ones(1, 1))
     recorder.detach()

@@ -71,6 +71,16 @@ def sgd_job(batch: int = 12, **train: object) -> mw.Job:
     )
 
 
+def assert_equals_one_device(
+    mesh: mw.Mesh, strategies: Sequence[mw.Strategy] | None, micro_batch: int
+) -> None:
+    """Verifies a plan of two clipped steps of the Mixtral."""
+    analyzed = analyzed_mixtral()
+    plan = mw.make_plan(analyzed, sgd_job(clip=0.5), mesh, strategies, micro_batch)
+    verdict = mw.verify(analyzed, plan, [batch_of(12), batch_of(12, 1)])
+    assert verdict.passed, str(verdict)
+
+
 def expert_strategies(*more: mw.Strategy) -> tuple[mw.Strategy, ...]:
     """Expert parallelism with DDP along dp_shard, and `more`."""
     splits = (mw.BatchSplit(axis="ep"), mw.BatchSplit(axis="dp_shard"))

@@ -15,6 +15,7 @@ from tests.parallel.expert.mixture_model import (
     TOKENS,
     analyzed_gpt_oss,
     analyzed_mixtral,
+    assert_equals_one_device,
     batch_of,
     expert_strategies,
     sgd_job,
@@ -41,11 +42,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_it_equals_one_device(name: str):
-    mesh, strategies, micro_batch = PLANS[name]
-    analyzed = analyzed_mixtral()
-    plan = mw.make_plan(analyzed, sgd_job(clip=0.5), mesh, strategies, micro_batch)
-    verdict = mw.verify(analyzed, plan, BATCHES)
-    assert verdict.passed, str(verdict)
+    assert_equals_one_device(*PLANS[name])
 
 
 @pytest.mark.parametrize("mesh", [mw.Mesh(tp=3), mw.Mesh(ep=3, tp=2)], ids=str)

@@ -36,9 +36,10 @@ class BatchSums:
                 self._sums += auxiliary.sums(state.sequence_runner.full_outputs(outputs, batch), batch)
         state.start_collective(action, self._sums)
 
-    def add_to(self, total: torch.Tensor, outputs: Any, batch: Batch) -> torch.Tensor:
-        """Returns the total of a microbatch with its part of the auxiliary loss."""
+    def loss_sum(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """Returns the loss of a microbatch, a sum over what counts, with its part of the auxiliary loss."""
         auxiliary, runner = self._auxiliary, self._state.sequence_runner
+        total = runner.loss_sum(outputs, batch)
         if auxiliary is None:
             return total
         term = auxiliary.total(runner.full_outputs(outputs, batch), batch, self._sums)

@@ -87,8 +87,7 @@ class ActionHandlers:
             return
         state.step.loss_factor = self._loss_factor(microbatch)
         outputs, glue_call = state.step.final_glue.pop(microbatch)
-        total = state.sequence_runner.loss_sum(outputs, state.step.microbatches[microbatch])
-        total = state.batch_sums.add_to(total, outputs, state.step.microbatches[microbatch])
+        total = state.batch_sums.loss_sum(outputs, state.step.microbatches[microbatch])
         if microbatch >= state.step.num_real_microbatches:
             total = total * 0.0
         if not self._graph_checked:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import counted_experts_calls, load_count_begins, num_load_counts
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
@@ -29,7 +28,7 @@ def count_expert_load(state: RankState) -> None:
         """Calls `forward`; in a forward of the step it counts for each expert, from the sum at `begin` on."""
         sums, microbatch = state.step.sums, microbatches.get(state.current_action)
         if microbatch is not None and microbatch < state.step.num_real_microbatches:
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            given = tree_tensors((args, kwargs))
             if call.form == "dense":  # rows of zeros are not chosen
                 chosen_rows = given[0].detach().any(dim=1).view(call.num_experts, -1)
                 sums[begin : begin + call.num_experts].add_(chosen_rows.sum(1))

@@ -78,16 +78,14 @@ class ReplayFindings:
     def compute_loss(self, microbatch: int) -> None:
         """Computes the loss of a microbatch, and its gradient down to the last blocks' outputs."""
         outputs, closing = self._state.step.final_glue.pop(microbatch)
-        total_norm = self._state.sequence_runner.loss_sum(outputs, self._state.step.microbatches[microbatch])
-        batch = self._state.step.microbatches[microbatch]
-        total_norm = self._state.batch_sums.add_to(total_norm, outputs, batch)
+        total = self._state.batch_sums.loss_sum(outputs, self._state.step.microbatches[microbatch])
         if microbatch >= self._state.step.num_real_microbatches:
-            total_norm = total_norm * 0.0
-        if self.first_nonfinite is None and _is_non_finite(total_norm):
+            total = total * 0.0
+        if self.first_nonfinite is None and _is_non_finite(total):
             self.first_nonfinite = microbatch, "loss", ""
-        self.loss += total_norm.item() / self._count
-        if total_norm.requires_grad:
-            backward_from(total_norm, 1.0 / self._count)
+        self.loss += total.item() / self._count
+        if total.requires_grad:
+            backward_from(total, 1.0 / self._count)
         backward(closing)
 
     def check_gradients(self, microbatch: int, name: str) -> None:

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.plan.model_spec.model_spec import ExpertsCall
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -29,7 +32,7 @@ class Choices:
 
 @dataclass
 class ChoiceRecorder:
-    """Records the first call of each of the experts `layers` of `module` in a forward.
+    """Records the first call of each of the experts of `module` in a forward.
 
     `forward_key` names the forward that runs; None: it is not recorded. `found` is by layer and forward.
     """
@@ -38,15 +41,14 @@ class ChoiceRecorder:
     found: dict[tuple[str, object], Choices] = field(default_factory=dict)
     _handles: list[RemovableHandle] = field(default_factory=list)
 
-    def attach(self, module: nn.Module, layers: Iterable[str]) -> None:
-        """Begins to record calls of `layers`."""
-        for layer in layers:
+    def attach(self, module: nn.Module, calls: Iterable[ExpertsCall]) -> None:
+        """Begins to record the modules of `calls`; those in the dense form are given no choice."""
+        for layer in {call.name for call in calls if call.form == "choice"}:
 
             def record(called: nn.Module, args: Any, kwargs: Any, layer: str = layer) -> None:
                 key = self.forward_key()
                 if key is not None and (layer, key) not in self.found:
-                    given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
-                    _, index, weights = given
+                    _, index, weights = tree_tensors((args, kwargs))
                     self.found[layer, key] = Choices(index.detach().clone(), weights.detach().clone())
 
             handle = module.get_submodule(layer).register_forward_pre_hook(record, with_kwargs=True)

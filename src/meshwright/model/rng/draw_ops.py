@@ -16,11 +16,10 @@ without Triton per chunk of 4 M elements.
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 
+from meshwright.device.local_device import has_triton
 from meshwright.model.tensors.counter_rng import TWO_POW_63, chunk_numel, random_bits, signed64, top53
 
 # more digits than the dtype has would round up to 1
@@ -94,16 +93,6 @@ def _fake_uniform(
 
 
 keep_mask, uniform = torch.ops.meshwright.keep_mask.default, torch.ops.meshwright.uniform.default
-
-
-def has_triton(device: torch.device) -> bool:
-    """Returns whether draws on `device` are kernels of Triton."""
-    return device.type != "cpu" and _triton_is_installed()
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return find_spec("triton") is not None
 
 
 def fill_eagerly(

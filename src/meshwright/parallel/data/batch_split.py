@@ -38,6 +38,7 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import axes_with
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -45,8 +46,8 @@ from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device_program import (
     BATCH_INFO,
+    BATCH_SUM,
     FORWARD_KINDS,
-    batch_sum_along,
     reduce_totals_along,
     step_total_nbytes,
 )
@@ -84,11 +85,11 @@ class BatchSplit(Strategy):
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         met = program.edit(
             lambda actions: [
-                batch_sum_along(self._gather_along_axis(action), self.axis, view)
-                for action in self._insert_gathers(actions, view, job)
+                self._gather_along_axis(action) for action in self._insert_gathers(actions, view, job)
             ]
         )
-        return reduce_totals_along(met, self.axis, step_total_nbytes(view.plan))
+        batch_sum = {BATCH_SUM: FLOAT_NBYTES["float64"] * view.model_spec.num_batch_sums}
+        return reduce_totals_along(met, self.axis, step_total_nbytes(view.plan) | batch_sum)
 
     def _insert_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         model_spec, at = view.model_spec, index_of_last(actions, "LOSS")

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
@@ -96,9 +97,7 @@ class ExpertDispatch:
 
     def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what `forward` returns with all experts, for [tokens, features] and their choice."""
-        hidden, index, weights = (
-            each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)
-        )
+        hidden, index, weights = tree_tensors((args, kwargs))
 
         def compute(*pairs: torch.Tensor) -> torch.Tensor:
             given = iter(pairs)

@@ -71,6 +71,11 @@ from meshwright.plan.step.single_device_program import (
 )
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
+NO_EXPERTS = (
+    "no module of this model is called as experts are: with rows [tokens, features], and the index and the "
+    "weight [tokens, k] of the chosen experts"
+)
+
 
 @dataclass(frozen=True)
 class ExpertParallel(Strategy):
@@ -204,8 +209,7 @@ def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
         fix = "put mw.nn.MixtureOfExperts in its place, with the weights of the list stacked; or set "
         fix += "mesh.ep = 1: mesh.dp_shard shards the weights of the list too"
     else:
-        text = "no module of this model is called as experts are: with rows [tokens, features], and the "
-        text += "index and the weight [tokens, k] of the chosen experts"
+        text = NO_EXPERTS
         fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
     return Diagnostic(text, fix, location)
 

@@ -43,7 +43,7 @@ from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.parallel.expert.dispatch import weights_dtype
-from meshwright.parallel.expert.expert_parallel import call_position
+from meshwright.parallel.expert.expert_parallel import NO_EXPERTS, call_position
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
@@ -77,10 +77,8 @@ class ExpertTensorParallel(Strategy):
         calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
         location = f"strategies.{self.name}"
         if not calls:
-            text = "no module of this model is called as experts are: with rows [tokens, features], and the "
-            text += "index and the weight [tokens, k] of the chosen experts"
             fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or leave the strategy out"
-            yield Diagnostic(text, fix, location)
+            yield Diagnostic(NO_EXPERTS, fix, location)
         whole = [call.name for call in calls if not call.inner_splits]
         if whole:
             text = f"the results of {whole[0]} on slices of its matrices do not add up to those on whole ones"

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
@@ -125,7 +126,7 @@ class ChoiceCounts:
 
     def add(self, index: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Adds the choice that the experts at `index` are called with; no expert is one behind the last."""
-        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        given = tree_tensors((args, kwargs))
         chosen = next(each for each in given if not each.is_floating_point()).flatten().long()
         part = self._parts[index]
         part.add_(part.new_zeros(len(part) + 1).index_add_(0, chosen, torch.ones_like(chosen))[:-1])

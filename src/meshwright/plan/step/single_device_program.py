@@ -122,15 +122,6 @@ def _insert_batch_sum(actions: list[Action], view: RankView) -> None:
     actions.insert(first, batch_sum)
 
 
-def batch_sum_along(action: Action, axis: str, view: RankView) -> Action:
-    """Returns BATCH_SUM also summed along `axis`; any other action unchanged."""
-    if action.kind != BATCH_SUM:
-        return action
-    axes = (*(action.transfer.axes if action.transfer else ()), axis)
-    nbytes = view.model_spec.num_batch_sums * FLOAT_NBYTES["float64"]
-    return replace(action, stream="comm", transfer=Transfer("all_reduce", axes, nbytes, dtype="float64"))
-
-
 def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
     if not sharding.grad_norm_axes:
         return []

@@ -7,10 +7,9 @@ numbers of the operations of torch but for the rounding of exp and log. Elsewher
 one more for outputs in half precision.
 """
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
+
+from meshwright.device.local_device import has_triton
 
 torch.library.define(
     "meshwright::merge_outputs_",
@@ -36,7 +35,7 @@ def merge_outputs(
 def _merge_outputs_(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> None:
-    if _triton_is_installed():
+    if has_triton(out.device):
         from meshwright.parallel.context.output_merge.triton_merge import merge_in_one_kernel
 
         merge_in_one_kernel(out, lse, other_out, other_lse)
@@ -58,8 +57,3 @@ def _merge_eagerly(
     weight = torch.sub(other_lse, lse).sigmoid_().nan_to_num_(0.0).to(out.dtype)
     torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1), out=out)
     torch.logaddexp(lse, other_lse, out=lse)
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return find_spec("triton") is not None
