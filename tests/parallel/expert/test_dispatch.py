@@ -20,7 +20,7 @@ def test_expected_rows_are_the_mean_over_all_choices(num_experts: int, top_k: in
     ]
     assert reached_shares(call, num_ranks) == pytest.approx(reached)
     for rank in range(num_ranks):
-        sent, received = expected_rows(call, 1000, num_ranks, rank)
+        sent, received = expected_rows(call, [1000] * num_ranks, rank)
         assert sent == round(1000 * (sum(reached) - reached[rank]))
         assert received == round(1000 * (num_ranks - 1) * reached[rank])
 

@@ -7,7 +7,7 @@ The module computes on pairs with one expert each, so it needs no mark for an ex
 any of its kernels serves. Sums of float16 and bfloat16 are taken in float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
@@ -33,14 +33,14 @@ def weights_dtype(compute: str) -> str:
     return "float64" if compute == "float64" else "float32"
 
 
-def expected_rows(call: ExpertsCall, num_tokens: int, num_ranks: int, index: int) -> tuple[int, int]:
+def expected_rows(call: ExpertsCall, tokens_by_rank: Sequence[int], index: int) -> tuple[int, int]:
     """Returns how many rows the rank at `index` sends and receives if all experts are chosen alike.
 
-    Each rank has `num_tokens` tokens. A token goes to a rank if at least one of its k experts is there.
+    A token goes to a rank if at least one of its k experts is there.
     """
-    reached = reached_shares(call, num_ranks)
+    reached, own = reached_shares(call, len(tokens_by_rank)), tokens_by_rank[index]
     sent = sum(share for rank, share in enumerate(reached) if rank != index)
-    return round(num_tokens * sent), round(num_tokens * (num_ranks - 1) * reached[index])
+    return round(own * sent), round((sum(tokens_by_rank) - own) * reached[index])
 
 
 def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
@@ -66,7 +66,7 @@ class _Rows:
 
 
 class ExpertDispatch:
-    """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
+    """Runs the `number`-th call of experts in its block call, with those of this rank along `axes`.
 
     `microbatches` are those of the planned actions, by name.
     """
@@ -74,14 +74,14 @@ class ExpertDispatch:
     def __init__(
         self,
         runtime: Runtime,
-        axis: str,
+        axes: tuple[str, ...],
         call: ExpertsCall,
         number: int,
         microbatches: Mapping[str, int | None],
     ) -> None:
         state = runtime.state
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
-        self._group: Group = state.world.group((axis,))
+        self._group: Group = state.world.group(axes)
         self._ranges = expert_ranges(call.num_experts, self._group.size)
         self._first, self._end = self._ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device

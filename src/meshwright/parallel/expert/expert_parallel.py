@@ -38,7 +38,7 @@ a token per node).
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +59,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec, ParamSpec, block_of
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import Mesh, axes_with, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -71,6 +71,7 @@ from meshwright.plan.step.single_device_program import (
 )
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
+OVER_AXES = ("ep", "dp_shard", "cp")
 NO_EXPERTS = (
     "no module of this model is called as experts are: with rows [tokens, features], and the index and the "
     "weight [tokens, k] of the chosen experts"
@@ -79,25 +80,33 @@ NO_EXPERTS = (
 
 @dataclass(frozen=True)
 class ExpertParallel(Strategy):
-    """Distributes the experts of a mixture of experts along `axis`."""
+    """Distributes the experts of a mixture of experts over the ranks along the axes `over`, all together."""
 
     name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = field(default="ep", metadata=one_of("ep"))
+    over: tuple[str, ...] = field(default=("ep",), metadata=one_of(*OVER_AXES))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes `over`, outermost first: a rank along them has the experts of its index."""
+        return in_mesh_order(self.over)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
+        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.group_size(self.axes)
         location = f"strategies.{self.name}"
+        yield from self._check_over(sharding)
         if not calls:
             yield _no_experts(sharding.model_spec, location)
         fewest = min((call.num_experts for call in calls), default=num_ranks)
         if fewest < num_ranks:
-            text = f"{num_ranks} ranks along {self.axis}, and a layer has {fewest} experts"
-            yield Diagnostic(text, f"set mesh.{self.axis} to at most {fewest}", f"mesh.{self.axis}")
+            text = f"{num_ranks} ranks along {' x '.join(self.axes)}, and a layer has {fewest} experts"
+            sizes = [f"mesh.{axis}" for axis in self.axes]
+            yield Diagnostic(text, f"set {' x '.join(sizes)} to at most {fewest}", sizes[0])
         names = [call.name for call in calls]
         for name in sorted({name for name in names if names.count(name) > 1}):
             text = f"the experts {name} are called {names.count(name)} times in a forward"
-            yield Diagnostic(text, "give each layer experts of its own, or set mesh.ep = 1", location)
+            fix = "set mesh.ep = 1" if self.over == ("ep",) else f"leave {self.name} out"
+            yield Diagnostic(text, f"give each layer experts of its own, or {fix}", location)
         if job.train.noise_scale:
             text = (
                 "the noise scale compares gradients of ranks, and that of an expert is of all ranks' tokens"
@@ -109,12 +118,25 @@ class ExpertParallel(Strategy):
             )
             yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
 
+    def _check_over(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location = f"strategies.{self.name}.over"
+        twice = sorted({axis for axis in self.over if self.over.count(axis) > 1})
+        if twice or not self.over:
+            text = f"over contains {twice[0]} twice" if twice else "over contains no axis"
+            yield Diagnostic(text, 'name each axis once; over = ["ep"] is the default', location)
+        left_out = [axis for axis in axes_with("experts") if axis not in self.over]
+        for axis in (axis for axis in left_out if sharding.mesh.size(axis) > 1):
+            text = f"over leaves {axis} out, an axis of experts alone, and mesh.{axis} is "
+            text += str(sharding.mesh.size(axis))
+            fix = f"add it to over, or set mesh.{axis} = 1: ranks with copies of experts are along dp_shard"
+            yield Diagnostic(text, fix, location)
+
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = f"strategies.{self.name}"
-        if self.axis not in sharding.data_axes:
-            text = f"the ranks along {self.axis} would all see the same samples: no strategy splits the batch"
-            fix = f'add [[strategies]] name = "batch_split", axis = "{self.axis}"'
-            yield Diagnostic(f"{text} there", fix, location)
+        for axis in (axis for axis in self.axes if axis not in sharding.grad_sum_axes):
+            what, splitter = ("tokens", "ring") if axis in axes_with("tokens") else ("samples", "batch_split")
+            text = f"the ranks along {axis} would all see the same {what}: no strategy splits the batch there"
+            yield Diagnostic(text, f'add [[strategies]] name = "{splitter}", axis = "{axis}"', location)
         if sharding.primary_rank_axes:
             text = "with data_parallel_master one rank steps for all others, and none has all experts"
             yield Diagnostic(text, "use ddp or zero in its place", location)
@@ -130,21 +152,21 @@ class ExpertParallel(Strategy):
         def distribute(param_sharding: ParamSharding) -> ParamSharding:
             if names.isdisjoint(param_sharding.param.names):
                 return param_sharding
-            return param_sharding.sliced(self.axis, 0)
+            return reduce(lambda sliced, axis: sliced.sliced(axis, 0), self.axes, param_sharding)
 
         return sharding.map_param_shardings(distribute).map_param_shardings(distribute, frozen=True)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if view.plan.mesh.size(self.axis) == 1:
+        if view.plan.mesh.group_size(self.axes) == 1:
             return program
         return program.edit(lambda actions: self._add_transfers(actions, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
-        if view.plan.mesh.size(self.axis) > 1:
+        if view.plan.mesh.group_size(self.axes) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
+                dispatch = ExpertDispatch(runtime, self.axes, call.routed, number, microbatches)
                 run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
                 runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))
@@ -172,17 +194,21 @@ class ExpertParallel(Strategy):
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        num_ranks, index = view.plan.mesh.size(self.axis), view.coordinate[self.axis]
-        share = view.work_share.token_fraction(call.block_call, call.name)
-        num_tokens = int(call.num_tokens * share) * num_samples
-        sent, received = expected_rows(call, num_tokens, num_ranks, index)
+        mesh = view.plan.mesh
+        index = mesh.index(view.coordinate, self.axes)
+        tokens_by_rank = [
+            num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
+            for rank in mesh.peers(mesh.rank(view.coordinate), self.axes)
+        ]
+        sent, received = expected_rows(call, tokens_by_rank, index)
+        own = tokens_by_rank[index]
         return _Traffic(
             view.plan.mesh,
-            self.axis,
+            self.axes,
             call,
             number,
-            (sent, num_tokens * min(call.top_k, num_ranks - 1)),
-            (received, num_tokens * (num_ranks - 1)),
+            (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
+            (received, sum(tokens_by_rank) - own),
             job.precision.compute,
             call_position(call, view),
         )
@@ -230,6 +256,11 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
         yield seen[call.block_call], call
 
 
+def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
+    """Returns how many tokens of a sample a rank gives to the experts."""
+    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
+
+
 def call_position(call: ExpertsCall, view: RankView) -> float:
     """Returns the position of the call among the collectives of sharded layers in its block."""
     before = [
@@ -248,7 +279,7 @@ class _Traffic:
     """
 
     mesh: Mesh
-    axis: str
+    axes: tuple[str, ...]
     call: ExpertsCall
     number: int
     sent: tuple[int, int]
@@ -259,8 +290,8 @@ class _Traffic:
     def forward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the counts, the rows with index and weight of their experts, and the sums."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.size(self.axis)
-        yield Transfer("all_to_all", (self.axis,), nbytes, dtype=COUNT_DTYPE, position=self.position)
+        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.group_size(self.axes)
+        yield Transfer("all_to_all", self.axes, nbytes, dtype=COUNT_DTYPE, position=self.position)
         for width, dtype in (
             (self.call.top_k, INDEX_DTYPE),
             (self.call.hidden_size, self.dtype),
@@ -283,5 +314,5 @@ class _Traffic:
     def _rows(self, count: str, rows: tuple[int, int], width: int, dtype: str, position: float) -> Transfer:
         size = RuntimeSize(count, width * DTYPE_NBYTES[dtype], *rows)
         return Transfer(
-            "all_to_all_v", (self.axis,), size.expected, dtype=dtype, position=position, runtime_size=size
+            "all_to_all_v", self.axes, size.expected, dtype=dtype, position=position, runtime_size=size
         )
