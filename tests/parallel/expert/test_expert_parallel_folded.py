@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
@@ -23,6 +24,7 @@ from tests.parallel.expert.mixture_model import (
 )
 
 DATA, TOKENS, BOTH = ("dp_shard",), ("cp",), ("dp_shard", "cp")
+TP = mw.TensorParallel()
 HYBRID = expert_strategies(
     mw.BatchSplit(),
     mw.ZeRO(stage=3, replicate_axis="dp_replicate"),
@@ -60,6 +62,15 @@ PLANS = {
         expert_strategies(mw.Pipeline(), mw.ZeRO(stage=2), over=TOKENS),
         4,
     ),
+    "tp": (mw.Mesh(tp=3), (mw.ExpertParallel(("tp",)),), 4),
+    "tp, zero 3, recomputed": (
+        mw.Mesh(dp_shard=3, tp=2),
+        expert_strategies(TP, mw.ZeRO(stage=3), mw.ActivationCheckpointing(), over=("tp",)),
+        2,
+    ),
+    "tp, 1f1b": (mw.Mesh(pp=2, tp=2), (TP, mw.ExpertParallel(("tp",)), mw.Pipeline()), 4),
+    "ep and tp": (mw.Mesh(ep=2, tp=2), expert_strategies(TP, mw.ZeRO(stage=2), over=("ep", "tp")), 2),
+    "cp and tp": (mw.Mesh(cp=2, tp=2), expert_strategies(TP, over=("cp", "tp")), 4),
     "dp_shard and cp": (mw.Mesh(dp_shard=2, cp=2), expert_strategies(mw.ZeRO(stage=3), over=BOTH), 2),
 }
 
@@ -69,7 +80,7 @@ def test_it_equals_one_device(name: str):
     assert_equals_one_device(*PLANS[name])
 
 
-@pytest.mark.parametrize("name", ["dp_shard, hybrid, recomputed", "cp", "dp_shard and cp"])
+@pytest.mark.parametrize("name", ["dp_shard, hybrid, recomputed", "dp_shard and cp", "tp", "cp and tp"])
 def test_a_trace_on_fake_tensors_issues_what_the_plan_states(name: str):
     mesh, strategies, micro_batch = PLANS[name]
     plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mesh, strategies, micro_batch)
@@ -89,6 +100,44 @@ def test_a_rank_has_the_experts_of_its_index_along_all_axes():
     plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mesh, strategies)
     shapes = run_on_threads(lambda world: experts_shapes(world, plan), mesh)
     assert shapes == [(2, 16, 12), (1, 16, 12), (1, 16, 12), (1, 16, 12)]
+
+
+def counts_of_step(world: World, plan: mw.Plan) -> tuple[list[torch.Tensor], int]:
+    """The choices of this rank's tokens by layer, and the rows that it sent."""
+    chosen: list[torch.Tensor] = []
+    with mw.parallelize(analyzed_mixtral(), plan, world=world) as trainer:
+        for layer in trainer.executor.state.trained_module.module.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda module, args, out: chosen.append(out[2]))
+        world.ledger.is_recording = True
+        trainer.step(trainer.local_batch(batch_of(12)))
+        counts = world.ledger.counts
+        return chosen, sum(number for name, number in counts.items() if name.startswith("rows to"))
+
+
+def test_beside_tp_a_token_is_sent_by_the_rank_with_the_index_of_its_expert():
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(), *PLANS["ep and tp"][:2])
+    found = run_on_threads(lambda world: counts_of_step(world, plan), plan.mesh)
+    rank_of = [0, 0, 1, 2, 3]
+    for rank, (chosen, num_sent) in enumerate(found):
+        other = (rank + 2) % 4  # the other along ep, the same along tp
+        assert num_sent == sum(
+            other in {rank_of[each] for each in experts} for index in chosen for experts in index.tolist()
+        )
+
+
+def test_over_tp_alone_nothing_is_dispatched():
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(), *PLANS["tp"][:2])
+    sent = {each.collective for action in plan.for_rank(0).actions for each in action.inner_transfers}
+    assert sent == {"all_reduce"}
+
+
+def test_a_rank_along_tp_computes_its_share_of_the_experts():
+    mesh, analyzed = mw.Mesh(tp=3), analyzed_mixtral(6)
+    over_tp, sliced = (
+        mw.make_plan(analyzed, sgd_job(), mesh, (strategy,)).rank_view(0).work_share.block_shares
+        for strategy in (mw.ExpertParallel(("tp",)), mw.ExpertTensorParallel())
+    )
+    assert over_tp == sliced
 
 
 def test_gradients_of_experts_are_summed_along_no_axis_that_divides_them():
@@ -119,7 +168,8 @@ def test_gradients_of_experts_that_are_summed_along_their_axis_too_are_found(mon
 
 
 @pytest.mark.parametrize(
-    ("saved", "taken"), [("dp_shard and cp", None), (None, "dp_shard, zero 1"), ("cp", "dp_shard")]
+    ("saved", "taken"),
+    [("dp_shard and cp", None), (None, "dp_shard, zero 1"), ("cp", "dp_shard"), ("ep and tp", "tp")],
 )
 def test_a_checkpoint_is_loaded_on_other_ranks(saved: str | None, taken: str | None, tmp_path: Path):
     job = mw.Job(train=mw.TrainConfig(steps=4, batch=12))
@@ -146,7 +196,7 @@ def refusal(mesh: mw.Mesh, over: tuple[str, ...], *strategies: mw.Strategy) -> s
 def test_axes_that_do_not_fit_are_refused():
     split = mw.BatchSplit("dp_shard"), mw.DDP("dp_shard")
     text = refusal(mw.Mesh(dp_shard=2), ("dp_replicate",), *split)
-    assert "over contains 'dp_replicate'; needed is 'ep', 'dp_shard' or 'cp'" in text
+    assert "over contains 'dp_replicate'; needed is 'ep', 'dp_shard', 'cp' or 'tp'" in text
     text = refusal(mw.Mesh(dp_shard=2), (), *split)
     assert "over contains no axis" in text
     text = refusal(mw.Mesh(dp_shard=2), ("dp_shard", "dp_shard"), *split)
@@ -158,3 +208,15 @@ def test_axes_that_do_not_fit_are_refused():
     text = refusal(mw.Mesh(dp_shard=3, cp=2), BOTH, *split, mw.RingAttention())
     assert "6 ranks along dp_shard x cp, and a layer has 5 experts" in text
     assert "set mesh.dp_shard x mesh.cp to at most 5" in text
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_experts_and_slices_of_each_along_one_axis_are_refused(order: int):
+    both = (mw.ExpertParallel(("tp",)), mw.ExpertTensorParallel())[::order]
+    with pytest.raises(PlanError, match="expert_tensor_parallel slices each along it"):
+        mw.make_plan(analyzed_mixtral(4), sgd_job(), mw.Mesh(tp=2), both)
+
+
+def test_tokens_that_are_slices_along_tp_are_refused():
+    text = refusal(mw.Mesh(tp=2), ("tp",), TP, mw.SequenceParallel())
+    assert "the residual stream is sharded along tp" in text

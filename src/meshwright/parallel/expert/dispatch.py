@@ -23,6 +23,7 @@ from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.strategy_interface import Runtime
 
 COUNT_DTYPE, INDEX_DTYPE = "int64", "int32"
@@ -33,20 +34,45 @@ def weights_dtype(compute: str) -> str:
     return "float64" if compute == "float64" else "float32"
 
 
-def expected_rows(call: ExpertsCall, tokens_by_rank: Sequence[int], index: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """The ranks that have the experts of a layer: `num_ranks` to which rows travel, each `num_summed` times.
+
+    Rows travel to ranks of the same `summed_index` alone; what these ranks compute is summed afterwards.
+    """
+
+    num_experts: int
+    num_ranks: int
+    num_summed: int = 1
+    summed_index: int = 0
+
+    @property
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """The experts of all ranks, those that are summed next to each other."""
+        return expert_ranges(self.num_experts, self.num_ranks * self.num_summed)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The experts of each rank to which rows of this one travel."""
+        return self.all_ranges[self.summed_index :: self.num_summed]
+
+
+def expected_rows(
+    call: ExpertsCall, places: ExpertPlaces, tokens_by_rank: Sequence[int], index: int
+) -> tuple[int, int]:
     """Returns how many rows the rank at `index` sends and receives if all experts are chosen alike.
 
     A token goes to a rank if at least one of its k experts is there.
     """
-    reached, own = reached_shares(call, len(tokens_by_rank)), tokens_by_rank[index]
+    reached, own = reached_shares(call, places), tokens_by_rank[index]
     sent = sum(share for rank, share in enumerate(reached) if rank != index)
     return round(own * sent), round((sum(tokens_by_rank) - own) * reached[index])
 
 
-def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
+def reached_shares(call: ExpertsCall, places: ExpertPlaces) -> list[float]:
     """Returns for each rank the share of tokens that have an expert there, if all are chosen alike."""
     number, chosen = call.num_experts, call.top_k
-    sizes = [end - first for first, end in expert_ranges(number, num_ranks)]
+    sizes = (end - first for first, end in places.ranges)
     return [1 - comb(number - size, chosen) / comb(number, chosen) for size in sizes]
 
 
@@ -54,6 +80,16 @@ def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple
     """Returns the names under which a rank records the rows that it sends, and those that it receives."""
     of = f"({call.block_call}, {number}, {microbatch})"
     return f"rows to experts{of}", f"rows from tokens{of}"
+
+
+def call_position(call: ExpertsCall, view: RankView) -> float:
+    """Returns the position of the call among the collectives of sharded layers in its block."""
+    before = [
+        at
+        for at, layer in enumerate(view.model_spec.layer_calls)
+        if layer.block_call == call.block_call and layer.name in call.prior_layers
+    ]
+    return max(before, default=-1) + 0.5
 
 
 @dataclass(frozen=True)
@@ -66,9 +102,9 @@ class _Rows:
 
 
 class ExpertDispatch:
-    """Runs the `number`-th call of experts in its block call, with those of this rank along `axes`.
+    """Runs the `number`-th call of experts in its block call, with those of this rank.
 
-    `microbatches` are those of the planned actions, by name.
+    Rows travel along `axes`, which may be none. `microbatches` are those of the planned actions, by name.
     """
 
     def __init__(
@@ -76,14 +112,15 @@ class ExpertDispatch:
         runtime: Runtime,
         axes: tuple[str, ...],
         call: ExpertsCall,
+        places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
     ) -> None:
         state = runtime.state
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
         self._group: Group = state.world.group(axes)
-        self._ranges = expert_ranges(call.num_experts, self._group.size)
-        self._first, self._end = self._ranges[self._group.index]
+        self._places = places
+        self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
         self._dtype = getattr(torch, precision.compute)
@@ -108,6 +145,9 @@ class ExpertDispatch:
             with _with_num_experts(self._module, self.num_local_experts):
                 return forward(*positional, **named)
 
+        if self._group.size == 1:  # all ranks have all tokens
+            rows = _Rows(hidden, index, weights)
+            return self._compute(compute, rows, is_fake=isinstance(index, FakeTensor)).to(hidden.dtype)
         own, away, route = self._find_route(index)
         self._record_counts(route)
         rows = self._send(route, _Rows(hidden, index, weights), own, away)
@@ -136,10 +176,14 @@ class ExpertDispatch:
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         if self._firsts is None:
-            self._firsts = index_tensor([first for first, _ in self._ranges[1:]], index.device)
+            self._firsts = index_tensor([first for first, _ in self._places.all_ranges[1:]], index.device)
         size = self._group.size
         nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
-        rank = torch.bucketize(index.contiguous(), self._firsts, right=True).masked_fill(nowhere, size)
+        rank = torch.bucketize(index.contiguous(), self._firsts, right=True)
+        if self._places.num_summed > 1:  # others send the token to the experts of the ranks that are summed
+            nowhere |= rank % self._places.num_summed != self._places.summed_index
+            rank = rank.div(self._places.num_summed, rounding_mode="floor")
+        rank = rank.masked_fill(nowhere, size)
         reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
         reached.t().scatter_(1, rank, value=True)
         reached = reached[:size]
@@ -151,7 +195,7 @@ class ExpertDispatch:
 
     def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
-        shares = reached_shares(self._call, self._group.size)
+        shares = reached_shares(self._call, self._places)
         num_rows = [round(len(index) * share) for share in shares]
         here, size = num_rows[self._group.index], self._group.size
         own, away = (index.new_zeros(number) for number in (here, sum(num_rows) - here))

@@ -51,10 +51,13 @@ from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
     INDEX_DTYPE,
     ExpertDispatch,
+    ExpertPlaces,
+    call_position,
     count_names,
     expected_rows,
     weights_dtype,
 )
+from meshwright.parallel.expert.summed_experts import SummedExperts, add_sums
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
@@ -71,7 +74,7 @@ from meshwright.plan.step.single_device_program import (
 )
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
-OVER_AXES = ("ep", "dp_shard", "cp")
+OVER_AXES = ("ep", "dp_shard", "cp", "tp")
 NO_EXPERTS = (
     "no module of this model is called as experts are: with rows [tokens, features], and the index and the "
     "weight [tokens, k] of the chosen experts"
@@ -90,6 +93,16 @@ class ExpertParallel(Strategy):
     def axes(self) -> tuple[str, ...]:
         """The axes `over`, outermost first: a rank along them has the experts of its index."""
         return in_mesh_order(self.over)
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """Those of `axes` along which ranks have the same tokens: what each computes of them is summed."""
+        return tuple(axis for axis in self.axes if axis in axes_with("features"))
+
+    @property
+    def dispatch_axes(self) -> tuple[str, ...]:
+        """Those of `axes` along which ranks have other tokens: these travel to their experts."""
+        return tuple(axis for axis in self.axes if axis not in self.sum_axes)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.group_size(self.axes)
@@ -124,6 +137,13 @@ class ExpertParallel(Strategy):
         if twice or not self.over:
             text = f"over contains {twice[0]} twice" if twice else "over contains no axis"
             yield Diagnostic(text, 'name each axis once; over = ["ep"] is the default', location)
+        dense = [call.name for call in sharding.model_spec.experts_calls if call.form != "choice"]
+        if dense and sharding.mesh.group_size(self.sum_axes) > 1:
+            axis = self.sum_axes[0]
+            text = (
+                f"over contains {axis}, and {dense[0]} returns a row for each token and expert: ranks would "
+            )
+            yield Diagnostic(f"{text}sum all these", f"take {axis} out of over", location)
         left_out = [axis for axis in axes_with("experts") if axis not in self.over]
         for axis in (axis for axis in left_out if sharding.mesh.size(axis) > 1):
             text = f"over leaves {axis} out, an axis of experts alone, and mesh.{axis} is "
@@ -133,10 +153,15 @@ class ExpertParallel(Strategy):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = f"strategies.{self.name}"
-        for axis in (axis for axis in self.axes if axis not in sharding.grad_sum_axes):
+        for axis in (axis for axis in self.dispatch_axes if axis not in sharding.grad_sum_axes):
             what, splitter = ("tokens", "ring") if axis in axes_with("tokens") else ("samples", "batch_split")
             text = f"the ranks along {axis} would all see the same {what}: no strategy splits the batch there"
             yield Diagnostic(text, f'add [[strategies]] name = "{splitter}", axis = "{axis}"', location)
+        names = {name for call in sharding.model_spec.experts_calls for name in call.params}
+        experts = [each for each in sharding.param_shardings if not names.isdisjoint(each.param.names)]
+        for axis in self.sum_axes:
+            if any(each.sliced_dims.get(axis) != 0 for each in experts):
+                yield divided_twice(axis)
         if sharding.primary_rank_axes:
             text = "with data_parallel_master one rank steps for all others, and none has all experts"
             yield Diagnostic(text, "use ddp or zero in its place", location)
@@ -157,17 +182,25 @@ class ExpertParallel(Strategy):
         return sharding.map_param_shardings(distribute).map_param_shardings(distribute, frozen=True)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if view.plan.mesh.group_size(self.axes) == 1:
-            return program
-        return program.edit(lambda actions: self._add_transfers(actions, view, job))
+        mesh = view.plan.mesh
+        if mesh.group_size(self.dispatch_axes) > 1:
+            program = program.edit(lambda actions: self._add_transfers(actions, view, job))
+        for axis in (axis for axis in self.sum_axes if mesh.size(axis) > 1):
+            program = add_sums(program, view, job, axis)
+        return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
         if view.plan.mesh.group_size(self.axes) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axes, call.routed, number, microbatches)
+                places = self._places(call, view)
+                dispatch = ExpertDispatch(
+                    runtime, self.dispatch_axes, call.routed, places, number, microbatches
+                )
                 run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
+                for axis in (axis for axis in self.sum_axes if view.plan.mesh.size(axis) > 1):
+                    run = partial(_summed, SummedExperts(runtime, axis), run)
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
                 runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))
         return {}
@@ -191,20 +224,29 @@ class ExpertParallel(Strategy):
 
         return list(map(add, actions))
 
+    def _places(self, call: ExpertsCall, view: RankView) -> ExpertPlaces:
+        mesh = view.plan.mesh
+        return ExpertPlaces(
+            call.num_experts,
+            mesh.group_size(self.dispatch_axes),
+            mesh.group_size(self.sum_axes),
+            mesh.index(view.coordinate, self.sum_axes),
+        )
+
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
         mesh = view.plan.mesh
-        index = mesh.index(view.coordinate, self.axes)
+        axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
         tokens_by_rank = [
             num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
-            for rank in mesh.peers(mesh.rank(view.coordinate), self.axes)
+            for rank in mesh.peers(mesh.rank(view.coordinate), axes)
         ]
-        sent, received = expected_rows(call, tokens_by_rank, index)
+        sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
         own = tokens_by_rank[index]
         return _Traffic(
             view.plan.mesh,
-            self.axes,
+            axes,
             call,
             number,
             (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
@@ -224,6 +266,16 @@ def _dispatched(
     return run(forward, *args, **kwargs)
 
 
+def _summed(
+    sum_of_ranks: SummedExperts,
+    run: Callable[..., torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return sum_of_ranks.run(partial(run, forward), *args, **kwargs)
+
+
 def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
     by_rows = (each for each in model_spec.params if each.not_shardable_reason == VALUE_DEPENDENT_REASON)
     lists = Counter(name for name, _ in {_list_and_number(param) for param in by_rows})
@@ -238,6 +290,12 @@ def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
         text = NO_EXPERTS
         fix = "use a transformers mixture of experts or mw.nn.MixtureOfExperts; or set mesh.ep = 1"
     return Diagnostic(text, fix, location)
+
+
+def divided_twice(axis: str) -> Diagnostic:
+    """Returns the diagnostic of experts and slices of each along one axis."""
+    text = f"expert_parallel distributes experts over {axis}, and expert_tensor_parallel slices each along it"
+    return Diagnostic(text, f"leave one of them out, or take {axis} out of over", "strategies")
 
 
 def _list_and_number(param: ParamSpec) -> tuple[str, str]:
@@ -259,16 +317,6 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
 def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
     """Returns how many tokens of a sample a rank gives to the experts."""
     return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
-
-
-def call_position(call: ExpertsCall, view: RankView) -> float:
-    """Returns the position of the call among the collectives of sharded layers in its block."""
-    before = [
-        at
-        for at, layer in enumerate(view.model_spec.layer_calls)
-        if layer.block_call == call.block_call and layer.name in call.prior_layers
-    ]
-    return max(before, default=-1) + 0.5
 
 
 @dataclass(frozen=True)
