@@ -237,21 +237,24 @@ class ExpertParallel(Strategy):
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        mesh = view.plan.mesh
+        mesh, sequence_info = view.plan.mesh, view.plan.model_spec.sequence_info
         axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
         tokens_by_rank = [
             num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
             for rank in mesh.peers(mesh.rank(view.coordinate), axes)
         ]
         sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
-        own = tokens_by_rank[index]
+        own, others = tokens_by_rank[index], sum(tokens_by_rank) - tokens_by_rank[index]
+        if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
+            own = num_samples * call.num_tokens  # choices of experts: one rank may have all tokens chosen
+            others = own * (len(tokens_by_rank) - 1)
         return _Traffic(
-            view.plan.mesh,
+            mesh,
             axes,
             call,
             number,
             (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
-            (received, sum(tokens_by_rank) - own),
+            (received, others),
             job.precision.compute,
             call_position(call, view),
         )
