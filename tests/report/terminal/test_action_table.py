@@ -23,6 +23,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -193,6 +194,16 @@ def pipeline_programs() -> tuple[Plan, ...]:
     )
 
 
+@cache
+def offloaded_programs() -> tuple[Plan, ...]:
+    """Optimizer states that the device steps in turn, and those that the host steps."""
+    spec, rows = SyntheticModel().model_spec, BatchSplit(axis="dp_shard")
+    return tuple(
+        Plan.make(JOB, Mesh(dp_shard=3), spec, (rows, ZeRO(stage=2), offload), 2)
+        for offload in (Offload(), Offload(step_on="host"))
+    )
+
+
 def listed(plan: Plan) -> list[Action]:
     return [action for role in plan.program.roles for action in role.actions]
 
@@ -227,6 +238,7 @@ def all_programs() -> list[Plan]:
         ),
         noisy,
         cut,
+        *offloaded_programs(),
         glued,
         Plan.make(
             JOB,
