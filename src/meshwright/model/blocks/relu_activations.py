@@ -35,7 +35,7 @@ class _Result:
 
 
 @dataclass
-class _Found:
+class _ReluTensors:
     results: dict[_Key, _Result] = field(default_factory=dict)
     positions: dict[int, str] = field(default_factory=dict)  # block call by storage
     saved_positions: dict[int, int] = field(default_factory=dict)  # elements by storage
@@ -46,7 +46,7 @@ def relu_activations(recording: Recording, kept_storages: Iterable[int]) -> Iter
 
     `kept_storages` are those that more than autograd holds: weights, inputs and outputs of block calls.
     """
-    found, kept, of_samples = _Found(), {*kept_storages}, recording.num_samples
+    found, kept, of_samples = _ReluTensors(), {*kept_storages}, recording.num_samples
     for event in recording.events:
         if type(event) is AtenOp and event.block_call and event.grad_enabled:
             _note_op(found, event)
@@ -71,7 +71,7 @@ def relu_activations(recording: Recording, kept_storages: Iterable[int]) -> Iter
             )
 
 
-def _note_op(found: _Found, event: AtenOp) -> None:
+def _note_op(found: _ReluTensors, event: AtenOp) -> None:
     if event.packet in _RELU:
         (result,) = event.outputs
         storage, version = _key(result)
@@ -90,7 +90,7 @@ def _is_square(event: AtenOp) -> bool:
     return event.packet is _PRODUCT and len({_key(each) for each in event.inputs}) == 1 < len(event.inputs)
 
 
-def _note_saved(found: _Found, event: SavedTensor) -> None:
+def _note_saved(found: _ReluTensors, event: SavedTensor) -> None:
     tensor, result = event.tensor, found.results.get(_key(event.tensor))
     if tensor.storage in found.positions and not tensor.dtype.is_floating_point:
         found.saved_positions[tensor.storage] = tensor.numel()

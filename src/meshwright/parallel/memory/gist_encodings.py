@@ -27,7 +27,7 @@ _POOL = {F.max_pool2d, F.max_pool2d_with_indices, torch.max_pool2d}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as a float
 MAX_PLACES = 256  # in a window that a uint8 tells apart
 
-Key = tuple[int, int, int, torch.Size, tuple[int, ...]]
+Key = tuple[object, ...]  # storage, version, offset, shape, strides
 Packed = Callable[[], torch.Tensor] | torch.Tensor
 
 
@@ -91,12 +91,14 @@ class ReluResult:
 
     def signs(self) -> torch.Tensor:
         """Returns 0 and 1 in place of the result, of which the backward of ReLU needs the sign."""
-        assert self.passes is not None
+        if self.passes is None:
+            raise RuntimeError("the signs of this result were not kept: call keep_sign in the forward")
         return self._strided(unpack_bits(self.passes, self.shape).to(self.dtype))
 
     def decoded(self) -> torch.Tensor:
         """Returns the result."""
-        assert self.nonzero is not None and self.values is not None  # noqa: PT018
+        if self.nonzero is None or self.values is None:
+            raise RuntimeError("the values of this result were not kept: call keep_values in the forward")
         mask = unpack_bits(self.nonzero, self.shape)
         flat = self.values.new_zeros(self.shape.numel())
         return self._strided(flat.scatter_(0, _places(mask), self.values).view(self.shape))
@@ -132,17 +134,17 @@ class PoolWindow:
 
     def encode(self, positions: torch.Tensor) -> torch.Tensor:
         """Returns positions in a plane [..., rows, columns] as places in their windows, in uint8."""
-        ahead = self._ahead(positions.device)
+        ahead = self._place_offsets(positions.device)
         place = ahead.new_zeros(int(ahead[-1]) + 1, dtype=torch.uint8)
         place[ahead] = torch.arange(len(ahead), dtype=torch.uint8, device=ahead.device)
         return place.index_select(0, (positions - self._first(positions)).flatten()).view(positions.shape)
 
     def decode(self, places: torch.Tensor) -> torch.Tensor:
         """Returns the positions."""
-        ahead = self._ahead(places.device).index_select(0, places.flatten().to(torch.int32))
+        ahead = self._place_offsets(places.device).index_select(0, places.flatten().to(torch.int32))
         return ahead.view(places.shape).add_(self._first(places))
 
-    def _ahead(self, device: torch.device) -> torch.Tensor:
+    def _place_offsets(self, device: torch.device) -> torch.Tensor:
         """How far each place of a window is ahead of its first, in elements of a plane."""
         rows, columns = (torch.arange(size, device=device) for size in self.kernel)
         return (rows.unsqueeze(1) * (self.dilation[0] * self.width) + columns * self.dilation[1]).flatten()
@@ -216,13 +218,13 @@ class GistEncoder(TorchFunctionMode):
             self._window = None
 
     def _is_square(self, func: Any, args: tuple[Any, ...]) -> bool:
-        if not args or not isinstance(args[0], torch.Tensor) or self._known(args[0]) is None:
+        if not args or not isinstance(args[0], torch.Tensor) or self._find_result(args[0]) is None:
             return False
         if func in _POWER:
             return args[1] == 2 if len(args) > 1 and isinstance(args[1], (int, float)) else False
         return func in _SQUARE or (func in _PRODUCT and len(args) > 1 and args[1] is args[0])
 
-    def _known(self, tensor: torch.Tensor) -> ReluResult | None:
+    def _find_result(self, tensor: torch.Tensor) -> ReluResult | None:
         storage, result = self._results.get(_key(tensor), (None, None))
         return None if storage is None or storage.expired() else result
 
@@ -236,7 +238,7 @@ class GistEncoder(TorchFunctionMode):
             if self._window is not None and tensor.dtype == torch.int64:
                 window, places = self._window, self._window.encode(tensor)
                 return lambda: window.decode(places)
-            result = self._known(tensor)
+            result = self._find_result(tensor)
             if result is None:
                 return self._narrowed(tensor)
             if result.values is None:
