@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank along `ep` has some of the experts, and tokens travel to them.
+"""Expert parallelism: each rank along the axes `over` has some of the experts, and tokens travel to them.
 
 Why it works: an expert computes on each token by itself, so it does not matter on which rank. A router gives
 a token k experts; the token is sent once to each other rank that has some of them, with their index and
@@ -14,11 +14,22 @@ once, where a copy per expert would be sent 4 times.
     weights of experts S(expert) along ep; the batch is split along it, so all other weights are R there, and
     their gradients are summed. The gradient of an expert is complete: the tokens of all ranks came to it.
 
+`over` may name other axes that the mesh has anyway (folding), alone or several together; then a rank has the
+experts of its index among them, the first axis outermost. Along `dp_shard` and `cp` ranks have other tokens,
+as along `ep`: ZeRO and DDP sum and shard experts along the axes that are left. Along `tp` all ranks have all
+tokens. So nothing is sent: each rank computes its experts on all tokens, and one sum replaces both trips.
+
+    over = ["dp_shard", "tp"]         tp 0    tp 1     a token of dp_shard 0 with experts 1 and 6:
+    2 x 2 ranks, 8 experts
+                     dp_shard 0        0 1     2 3     tp 0 computes expert 1, tp 1 sends it down to 6;
+                     dp_shard 1        4 5     6 7     what they have then is summed along tp
+
     sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
       forward     16 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w    (counts; rows with weights and indices; sums)
       backward                 r D w  +  q (D w + 4 k)          (gradients of sums; of rows and weights)
     expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
       r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
+    along tp, t ranks: one all_reduce of T D w forward; backward of T (D w + 4 k)   (sent: 2 (t-1)/t of it)
 
 Rows travel in the compute dtype, weights in float32 and indices in int32 (float64 and int64 in a float64
 job), as one message. No token is dropped: the numbers of rows are known at run time (`RuntimeSize`), and
@@ -30,10 +41,11 @@ Cost: three messages forward and two backward per call, all exposed; on a GPU on
 A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
-an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank.
+an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank, and `over` is
+without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`).
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
-a token per node).
+a token per node); Liu et al. 2025, "MoE Parallel Folding", arXiv 2504.14960.
 """
 
 from collections import Counter
