@@ -15,6 +15,7 @@ SHARED = (
     "expert/dense_experts",
     "expert/dispatch",
     "expert/expert_pairs",
+    "expert/summed_experts",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",
