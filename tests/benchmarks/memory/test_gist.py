@@ -4,7 +4,6 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.harness.interleaved_timing import Window
 from benchmarks.memory import gist
 
 
@@ -17,7 +16,7 @@ def _model() -> torch.nn.Module:
 def test_saved_bytes_are_those_of_the_values(monkeypatch: pytest.MonkeyPatch):
     tokens = torch.arange(20).view(4, 5) % 50
     monkeypatch.setitem(vars(gist)["MODELS"], "small", (_model, {"input_ids": tokens, "labels": tokens + 1}))
-    row = gist.measure_model("small", Window(1, 1, 60, window_s=0.0, threshold=64.0, warmup=0))
+    row = gist.measure_model("small", gist.QUICK)
     assert row.same_bits
     assert row.saved == row.expected > 0
 
