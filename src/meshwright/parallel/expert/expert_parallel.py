@@ -25,19 +25,20 @@ tokens. So nothing is sent: each rank computes its experts on all tokens, and on
                      dp_shard 1        4 5     6 7     what they have then is summed along tp
 
     sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
-      forward     8 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w     (counts; rows with indices and weights; sums)
-      backward                r D w  +  q (D w + 4 k)           (gradients of sums; of rows and weights)
+      forward     16 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w    (counts; rows with weights and indices; sums)
+      backward                 r D w  +  q (D w + 4 k)          (gradients of sums; of rows and weights)
     expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
       r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
     along tp, t ranks: one all_reduce of T D w forward; backward of T (D w + 4 k)   (sent: 2 (t-1)/t of it)
 
-Rows travel in the compute dtype, weights in float32 (float64 in a float64 job). No token is dropped: the
-numbers of rows are known at run time (`RuntimeSize`), and ranks tell each other. Ranks along other axes hold
-further copies or slices of the same experts; a token that ranks along tp share is sent by each of them.
-Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts runs,
-on one (token, expert) pair per row, whatever kernel it chooses.
-Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
-host. A rank waits for the one whose experts are chosen most.
+Rows travel in the compute dtype, weights in float32 and indices in int32 (float64 and int64 in a float64
+job), as one message. No token is dropped: the numbers of rows are known at run time (`RuntimeSize`), and
+ranks tell each other how many rows come, and how many (token, expert) pairs these are. Ranks along other
+axes hold further copies or slices of the same experts; a token that ranks along tp share is sent by each of
+them. Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts
+runs, on one (token, expert) pair per row, whatever kernel it chooses.
+Cost: three messages forward and two backward per call, all exposed; on a GPU one read of counts by the host.
+A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
 an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank, and `over` is
@@ -61,7 +62,7 @@ from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
 from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
-    INDEX_DTYPE,
+    NUM_COUNTS,
     ExpertDispatch,
     ExpertPlaces,
     call_position,
@@ -248,21 +249,24 @@ class ExpertParallel(Strategy):
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        mesh = view.plan.mesh
+        mesh, sequence_info = view.plan.mesh, view.plan.model_spec.sequence_info
         axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
         tokens_by_rank = [
             num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
             for rank in mesh.peers(mesh.rank(view.coordinate), axes)
         ]
         sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
-        own = tokens_by_rank[index]
+        own, others = tokens_by_rank[index], sum(tokens_by_rank) - tokens_by_rank[index]
+        if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
+            own = num_samples * call.num_tokens  # choices of experts: one rank may have all tokens chosen
+            others = own * (len(tokens_by_rank) - 1)
         return _Traffic(
-            view.plan.mesh,
+            mesh,
             axes,
             call,
             number,
             (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
-            (received, sum(tokens_by_rank) - own),
+            (received, others),
             job.precision.compute,
             call_position(call, view),
         )
@@ -348,31 +352,32 @@ class _Traffic:
     position: float
 
     def forward(self, microbatch: int | None) -> Iterator[Transfer]:
-        """Yields the counts, the rows with index and weight of their experts, and the sums."""
+        """Yields the counts, the rows with weights and indices of their experts, and the sums."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.group_size(self.axes)
+        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * NUM_COUNTS * self.mesh.group_size(self.axes)
         yield Transfer("all_to_all", self.axes, nbytes, dtype=COUNT_DTYPE, position=self.position)
-        for width, dtype in (
-            (self.call.top_k, INDEX_DTYPE),
-            (self.call.hidden_size, self.dtype),
-            (self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            yield self._rows(to_experts, self.sent, width, dtype, self.position)
-        yield self._rows(from_tokens, self.received, self.call.hidden_size, self.dtype, self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row + 2 * weights, self.dtype, self.position)
+        yield self._rows(from_tokens, self.received, row, self.dtype, self.position)
 
     def backward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the gradients of the sums, and those of rows and weights."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        yield self._rows(to_experts, self.sent, self.call.hidden_size, self.dtype, -self.position)
-        for is_needed, width, dtype in (
-            (self.call.input_needs_grad, self.call.hidden_size, self.dtype),
-            (self.call.weights_need_grad, self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            if is_needed:
-                yield self._rows(from_tokens, self.received, width, dtype, -self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row, self.dtype, -self.position)
+        dtype = self.dtype if self.call.input_needs_grad else weights_dtype(self.dtype)
+        nbytes = row * self.call.input_needs_grad + weights * self.call.weights_need_grad
+        if nbytes:
+            yield self._rows(from_tokens, self.received, nbytes, dtype, -self.position)
 
-    def _rows(self, count: str, rows: tuple[int, int], width: int, dtype: str, position: float) -> Transfer:
-        size = RuntimeSize(count, width * DTYPE_NBYTES[dtype], *rows)
+    @property
+    def _nbytes(self) -> tuple[int, int]:
+        """The bytes of a row, and of its weights; its indices have as many as its weights."""
+        weights = self.call.top_k * DTYPE_NBYTES[weights_dtype(self.dtype)]
+        return self.call.hidden_size * DTYPE_NBYTES[self.dtype], weights
+
+    def _rows(self, count: str, rows: tuple[int, int], nbytes: int, dtype: str, position: float) -> Transfer:
+        size = RuntimeSize(count, nbytes, *rows)
         return Transfer(
             "all_to_all_v", self.axes, size.expected, dtype=dtype, position=position, runtime_size=size
         )

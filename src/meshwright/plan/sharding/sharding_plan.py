@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.plan.hardware.memory_tiers import ON_DEVICE, MemoryTiers
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
@@ -36,6 +37,7 @@ class ShardingPlan:
     the tokens of a sample to ranks. `syncs_batch_norm`: batch norms see all ranks' samples. The loss computes
     logits in `num_loss_chunks` chunks of tokens. In a flat parameter, a bucket or another buffer of several
     parameters, each parameter and each shard begins at a multiple of `align_numel` elements.
+    Model states rest in `tiers`.
     """
 
     mesh: Mesh
@@ -53,6 +55,7 @@ class ShardingPlan:
     syncs_batch_norm: bool = False
     num_loss_chunks: int = 1
     align_numel: int = 1
+    tiers: MemoryTiers = ON_DEVICE
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
