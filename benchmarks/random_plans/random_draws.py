@@ -24,7 +24,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
-from benchmarks.random_plans.expert_draws import with_experts
+from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -268,7 +268,8 @@ def _with_experts(rng: Random, drawn: Draw) -> Draw:
     found = with_experts(rng, drawn.mesh, drawn.strategies, MAX_RANKS)
     if found is None or drawn.guard:
         return drawn
-    mesh, strategies = found
+    fold = Random(f"{drawn.seed}/{drawn.number}/fold")
+    mesh, strategies = over_other_axes(fold, *found) if fold.random() < 0.5 else found
     drawn = replace(drawn, mesh=mesh, strategies=strategies)
     if rng.random() < 0.3:
         return replace(drawn, model="mixture, biases", strategies=(*strategies, LossFreeBalancing()))

@@ -40,6 +40,13 @@ PLANS = {
         HYBRID,
         1,
     ),
+    "dp_shard, replicas along it": (
+        mw.Mesh(dp_replicate=3, dp_shard=2),
+        expert_strategies(
+            mw.BatchSplit(), mw.ZeRO("dp_replicate", stage=3, replicate_axis="dp_shard"), over=DATA
+        ),
+        1,
+    ),
     "dp_shard, 1f1b": (
         mw.Mesh(pp=2, dp_shard=3),
         expert_strategies(mw.Pipeline(), mw.ZeRO(stage=2), over=DATA),

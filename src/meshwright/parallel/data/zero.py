@@ -154,28 +154,33 @@ class ZeRO(Strategy):
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        replicas = (self.replicate_axis,) if self.replicate_axis else ()
-        num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *replicas))
+        num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *self._replicas()))
 
-        def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, if each of the ranks has its own
-            return not axes or sharding.mesh.group_size((*axes, *replicas)) == 1 < num_ranks
+        def on_one_rank(param_sharding: ParamSharding) -> bool:  # experts, if each of the ranks has its own
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
+            group = (*axes, *self._replicas(param_sharding))
+            return not axes or sharding.mesh.group_size(group) == 1 < num_ranks
 
         def stored(param_sharding: ParamSharding) -> ParamSharding:
-            axes = sharding.param_sum_axes(param_sharding, self.axis)
-            if self.stage < 3 or on_one_rank(axes):
+            if self.stage < 3 or on_one_rank(param_sharding):
                 return param_sharding
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
             layout = param_sharding.storage_layout.with_placement(axes, S(FLAT))
             return replace(param_sharding, storage_layout=layout)
 
         def shard(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)
-            placement = I if on_one_rank(axes) else S(FLAT)
-            grad = param_sharding.grad_layout.with_placement(axes, placement).with_placement(
-                (self.replicate_axis,) if self.replicate_axis else (), I
-            )
+            placement = I if on_one_rank(param_sharding) else S(FLAT)
+            grad = param_sharding.grad_layout.with_placement(axes, placement)
+            grad = grad.with_placement(self._replicas(param_sharding), I)
             return replace(stored(param_sharding), grad_layout=grad)
 
         return sharding.map_param_shardings(shard).map_param_shardings(stored, frozen=True)
+
+    def _replicas(self, param_sharding: ParamSharding | None = None) -> tuple[str, ...]:
+        """The axis of replicas, if there is one, and they are replicas of this parameter."""
+        is_sliced = param_sharding is not None and self.replicate_axis in param_sharding.sliced_dims
+        return (self.replicate_axis,) if self.replicate_axis and not is_sliced else ()
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         sums = GradReduceScatter(
