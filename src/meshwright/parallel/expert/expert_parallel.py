@@ -175,14 +175,17 @@ class ExpertParallel(Strategy):
         num_ranks, index = view.plan.mesh.size(self.axis), view.coordinate[self.axis]
         share = view.work_share.token_fraction(call.block_call, call.name)
         num_tokens = int(call.num_tokens * share) * num_samples
+        sequence_info, most = view.plan.model_spec.sequence_info, num_tokens
+        if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
+            most = call.num_tokens * num_samples  # choices of experts: one rank may have all tokens chosen
         sent, received = expected_rows(call, num_tokens, num_ranks, index)
         return _Traffic(
             view.plan.mesh,
             self.axis,
             call,
             number,
-            (sent, num_tokens * min(call.top_k, num_ranks - 1)),
-            (received, num_tokens * (num_ranks - 1)),
+            (sent, most * min(call.top_k, num_ranks - 1)),
+            (received, most * (num_ranks - 1)),
             job.precision.compute,
             call_position(call, view),
         )
