@@ -54,6 +54,18 @@ def analyzed_gpt_oss() -> mw.AnalyzedModel:
     return mw.analyze(partial(transformers.GptOssForCausalLM, config), batch_of(4))
 
 
+@cache
+def analyzed_deepseek() -> mw.AnalyzedModel:
+    """The analysis of a DeepSeek-V3 with 5 experts and a shared one in its second layer."""
+    config = transformers.DeepseekV3Config(
+        **SIZES,
+        **{"n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 12, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    )
+    return mw.analyze(partial(transformers.DeepseekV3ForCausalLM, config), batch_of(4))
+
+
 def batch_of(num_samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random tokens with labels, of which some do not count."""
     generator = torch.Generator().manual_seed(seed)

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
+from meshwright.comm.collectives.route import Route, RowsInFlight, exchange_counts, send_rows
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
 from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
@@ -114,10 +114,23 @@ class _Pairs:
     expert: torch.Tensor
 
 
+class _Unfinished(NamedTuple):
+    """What a call of experts has returned, without the sums of other ranks: `result` is `total` in the dtype
+    of the tokens, or `total` itself; `away` are the tokens to which the sums are added.
+    """
+
+    result: torch.Tensor
+    total: torch.Tensor
+    away: torch.Tensor
+    returning: RowsInFlight
+
+
 class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank.
 
     Rows travel along `axes`, which may be none. `microbatches` are those of the planned actions, by name.
+    With `is_awaited_later` the sums of other ranks are still on their way when `run` returns: what it has
+    returned is complete after `finish`.
     """
 
     def __init__(
@@ -128,8 +141,12 @@ class ExpertDispatch:
         places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
+        *,
+        is_awaited_later: bool = False,
     ) -> None:
         state = runtime.state
+        self._is_awaited_later = is_awaited_later
+        self._unfinished: _Unfinished | None = None
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
         self._group: Group = state.world.group(axes)
         self._places = places
@@ -177,8 +194,21 @@ class ExpertDispatch:
             take_pairs(weights.flatten(), row_weights.to(weights.dtype).flatten(), own.choice, others.choice),
         )
         total, sums = add_pairs(outputs, own.row, others.row, (len(hidden), len(rows)))
-        (returned,) = send_rows(route.adjoint, self._action_name, sums.to(self._dtype))
-        return total.index_add_(0, away, returned.to(total.dtype)).to(hidden.dtype)
+        returning = RowsInFlight(route.adjoint, self._action_name, sums.to(self._dtype))
+        result = total if total.dtype == hidden.dtype else torch.empty_like(total, dtype=hidden.dtype)
+        self._unfinished = _Unfinished(result, total, away, returning)
+        if not self._is_awaited_later:
+            self.finish()
+        return result
+
+    def finish(self) -> None:
+        """Adds the sums of other ranks to what the last `run` has returned, if that is not done."""
+        if self._unfinished is not None:
+            result, total, away, returning = self._unfinished
+            total.index_add_(0, away, returning.wait().to(total.dtype))
+            if result is not total:
+                result.copy_(total)
+        self._unfinished = None
 
     def _add_own_pairs(
         self,
