@@ -64,6 +64,16 @@ def test_gradients_are_the_same_bits(dtype: torch.dtype, memory_format: torch.me
     assert all(kept)
 
 
+def test_views_of_a_result_are_encoded_with_it():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5, bias=False), nn.ReLU(), nn.Flatten(0))
+    kept: list[int] = []
+    x = torch.randn(2, 3, 6)  # a linear layer without a bias saves a view [6, 8]
+    plain, encoded = gradients(module, x, None), gradients(module, x, GistEncoder(kept.append))
+    assert all(map(same_bits, plain, encoded))
+    assert len(kept) == 1
+
+
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 8)], ids=str)
 def test_every_bit_of_a_result_comes_back(shape: tuple[int, ...]):
     result = torch.randn(shape).relu()

@@ -41,14 +41,14 @@ from meshwright.model.sequence_analysis.block_input_token_dims import (
     BlockInputs,
     TracedBlockCall,
     analyze_block_inputs,
-    computes_per_token,
     describe_attention_call,
-    describe_sample_gather,
     describe_shape,
     group_by_sample,
     is_unrelated_to_tokens,
+    note_gather,
     note_module_call,
     note_opaque_outputs,
+    unchecked_modules,
 )
 from meshwright.model.sequence_analysis.captured_tokens import find_captured_tokens
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
@@ -65,11 +65,9 @@ from meshwright.model.sequence_analysis.token_rules import (
     find_token_dims,
 )
 from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, TrialLengths, recompute_reason
-from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
-from meshwright.nn.mixture_of_experts import ExpertRows
 from meshwright.nn.whole_samples import WholeSamples
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
@@ -144,7 +142,7 @@ class BlockTrace(TorchFunctionMode):
         inner_ids = {id(part) for block in self.blocks.values() for part in block.modules()} - {
             id(each) for each in self.blocks.values()
         }
-        experts = {each.name for each in find_layer_roles(self.module) if each.kind == "experts"}
+        unchecked_ids = unchecked_modules(self.module)
         own_forwards = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         get_shards = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
@@ -152,8 +150,7 @@ class BlockTrace(TorchFunctionMode):
         for name, part in self.module.named_modules():
             group_by_sample(part)
             if id(part) in inner_ids:
-                is_expert = name in experts or isinstance(part, ExpertRows)
-                unchecked = isinstance(part, WholeSamples) or (is_expert and computes_per_token(part))
+                unchecked = id(part) in unchecked_ids
                 handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, unchecked)))
                 handles.append(part.register_forward_hook(partial(self._leave_module, unchecked)))
         for name, block in self.blocks.items():
@@ -252,10 +249,8 @@ class BlockTrace(TorchFunctionMode):
         arg_paths = tuple(slot for slot, _ in named_tensors((args, kwargs)))
         is_sharded = bool(find_sharded_tensors((args, kwargs)))
         block_inputs = self._enter_block(block_call, (args, kwargs), is_sharded=is_sharded)
-        key, original = (
-            self._trace_key(block_call, (args, kwargs), block_inputs),
-            tree_tensors((args, kwargs)),
-        )
+        key = self._trace_key(block_call, (args, kwargs), block_inputs)
+        original = tree_tensors((args, kwargs))
         args, kwargs = replace_tensors((args, kwargs), block_inputs.replacements)
         self._last_block_call, side_channels = block_call.name, capture_marks()
         self.on_block_call(block_call.name)
@@ -357,9 +352,9 @@ class BlockTrace(TorchFunctionMode):
         else:
             block_info = try_replicated(block_info, outputs, block_inputs, self.trial_lengths)
         if not block_info.not_sequence_parallel:
-            self.conv_calls = [each for each in self.conv_calls if each.block_call != block_call.name]
-            gathers = self.sample_gathers
-            self.sample_gathers = [each for each in gathers if each.block_call != block_call.name]
+            name = block_call.name
+            self.conv_calls = [each for each in self.conv_calls if each.block_call != name]
+            self.sample_gathers = [each for each in self.sample_gathers if each.block_call != name]
         return block_info
 
     def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
@@ -445,33 +440,20 @@ class BlockTrace(TorchFunctionMode):
         )
         return reason
 
-    def _note_sample_gather(self, block_call: TracedBlockCall, args: tuple[Any, ...]) -> None:
-        found = describe_sample_gather(block_call, tree_tensors(args), self.trial_lengths)
-        if isinstance(found, str):
-            self._note(block_call, found)
-            return
-        attended = sum(each.block_call == block_call.name for each in self.attention_calls)
-        self.sample_gathers.append(replace(found, num_prior_attention_calls=attended))
-
     def _enter_module(self, name: str, unchecked: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._block_call is not None:
             note_module_call(self._block_call, name, args, self.trial_lengths)
             self._block_call.open_modules.append((name, module))
             self._block_call.num_unchecked += unchecked
             if isinstance(module, WholeSamples):
-                self._note_sample_gather(self._block_call, args)
+                calls = self.attention_calls, self.sample_gathers
+                self._note(self._block_call, note_gather(self._block_call, args, calls, self.trial_lengths))
 
     def _leave_module(self, unchecked: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ends a module inside a block; outputs of one that is not checked have tokens like its inputs."""
-        if (
-            self._block_call is None
-            or not self._block_call.open_modules
-            or self._block_call.open_modules[-1][1] is not module
-        ):
+        if self._block_call is None or not self._block_call.end_module(module):
             return
-        self._block_call.finished_modules.append(self._block_call.open_modules.pop()[0])
         self._block_call.num_unchecked -= unchecked
         for each in tree_tensors(output) if unchecked else ():
-            dims = find_token_dims(each, self.prime_product)
-            if dims:
+            if find_token_dims(each, self.prime_product):
                 self.token_layouts[each] = SHARDED

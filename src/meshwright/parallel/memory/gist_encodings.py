@@ -27,7 +27,7 @@ _POOL = {F.max_pool2d, F.max_pool2d_with_indices, torch.max_pool2d}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers as wide as a float
 MAX_PLACES = 256  # in a window that a uint8 tells apart
 
-Key = tuple[object, ...]  # storage, version, offset, shape, strides
+Key = tuple[int, int]  # storage and version
 Packed = Callable[[], torch.Tensor] | torch.Tensor
 
 
@@ -35,7 +35,7 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     """Returns a bool tensor as bits, 8 to a byte, padded with zeros: uint8 [ceil(numel / 8)]."""
     flat = mask.flatten().view(torch.uint8)
     if _is_on_cpu(flat):
-        return torch.from_numpy(np.packbits(flat.numpy()))
+        return torch.from_numpy(np.packbits(flat.numpy())).clone()  # memory that torch counts
     bits = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     packed = bits[:, 0].clone()
     for place in range(1, 8):
@@ -196,8 +196,7 @@ class GistEncoder(TorchFunctionMode):
             return self._pool(func, args, kwargs)
         out = func(*args, **kwargs)
         if self._is_square(func, args):
-            result = ReluResult(out.shape, out.stride(), out.dtype)
-            self._results[_key(out)] = StorageWeakRef(out.untyped_storage()), result
+            self._note_result(out, ReluResult(out.shape, out.stride(), out.dtype))
         return out
 
     def _relu(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -205,10 +204,14 @@ class GistEncoder(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
             for result in self._in_relu:
-                self._results[_key(out)] = StorageWeakRef(out.untyped_storage()), result
+                self._note_result(out, result)
         finally:
             self._in_relu = None
         return out
+
+    def _note_result(self, tensor: torch.Tensor, result: ReluResult) -> None:
+        if _fills_storage(tensor):
+            self._results[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), result
 
     def _pool(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._window = _window(*args, **kwargs)
@@ -242,9 +245,10 @@ class GistEncoder(TorchFunctionMode):
             if result is None:
                 return self._narrowed(tensor)
             if result.values is None:
-                result.keep_values(tensor)
+                result.keep_values(tensor.as_strided(result.shape, result.stride, 0))
                 self._on_values(0 if result.values is None else result.values.numel())
-            return result.decoded
+            view = tensor.shape, tensor.stride(), tensor.storage_offset()
+            return lambda: result.decoded().as_strided(*view)
 
     def _narrowed(self, tensor: torch.Tensor) -> Packed:
         narrow, dtype = self._backward_dtype, tensor.dtype
@@ -267,8 +271,11 @@ def _unpack(packed: Packed) -> torch.Tensor:
 
 
 def _key(tensor: torch.Tensor) -> Key:
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor._version
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _window(
