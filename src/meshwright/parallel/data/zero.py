@@ -29,7 +29,7 @@ full gradient outlives its block. With `replicate_axis`, shards are replicated o
 reduce-scatter inside a
 group, all-reduce of the shard across groups. Ranks with other tokens of the same samples are among
 the n: sums and shards cover them and the axis together. A parameter whose shards would all lie on one rank
-(experts, where each rank has its own) stays whole.
+(experts, where each rank has its own) stays whole; its gradient is summed over replicas, as `ddp` does.
 Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
 much again. On accelerators each parameter and shard begins at a multiple of 128 bytes (`align_bytes`): N_b
 and P count the padding.
@@ -44,6 +44,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
@@ -157,7 +158,7 @@ class ZeRO(Strategy):
         num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *replicas))
 
         def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, if each of the ranks has its own
-            return sharding.mesh.group_size((*axes, *replicas)) == 1 < num_ranks
+            return not axes or sharding.mesh.group_size((*axes, *replicas)) == 1 < num_ranks
 
         def stored(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)
@@ -184,6 +185,8 @@ class ZeRO(Strategy):
             every_microbatch=self.stage > 1,
         )
         program = program.edit(sums.add_to)
+        if self.replicate_axis:  # gradients of parameters that stay whole
+            program = DDP(self.replicate_axis).rewrite(program, view, job)
         return program.edit(
             lambda actions: (self._insert_unshard_windows if self.stage == 3 else self._insert_step_gathers)(
                 actions, view, job
