@@ -129,8 +129,6 @@ class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank.
 
     Rows travel along `axes`, which may be none. `microbatches` are those of the planned actions, by name.
-    With `is_awaited_later` the sums of other ranks are still on their way when `run` returns: what it has
-    returned is complete after `finish`.
     """
 
     def __init__(
@@ -141,11 +139,8 @@ class ExpertDispatch:
         places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
-        *,
-        is_awaited_later: bool = False,
     ) -> None:
         state = runtime.state
-        self._is_awaited_later = is_awaited_later
         self._unfinished: _Unfinished | None = None
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
         self._group: Group = state.world.group(axes)
@@ -164,6 +159,14 @@ class ExpertDispatch:
 
     def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what `forward` returns with all experts, for [tokens, features] and their choice."""
+        result = self.start(forward, *args, **kwargs)
+        self.finish()
+        return result
+
+    def start(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns what `run` returns, while the sums of other ranks are still on their way: complete after
+        `finish`.
+        """
         hidden, index, weights = tree_tensors((args, kwargs))
 
         def compute(*pairs: torch.Tensor) -> torch.Tensor:
@@ -197,12 +200,10 @@ class ExpertDispatch:
         returning = RowsInFlight(route.adjoint, self._action_name, sums.to(self._dtype))
         result = total if total.dtype == hidden.dtype else torch.empty_like(total, dtype=hidden.dtype)
         self._unfinished = _Unfinished(result, total, away, returning)
-        if not self._is_awaited_later:
-            self.finish()
         return result
 
     def finish(self) -> None:
-        """Adds the sums of other ranks to what the last `run` has returned, if that is not done."""
+        """Adds the sums of other ranks to what `start` has returned, if that is not done."""
         if self._unfinished is not None:
             result, total, away, returning = self._unfinished
             total.index_add_(0, away, returning.wait().to(total.dtype))

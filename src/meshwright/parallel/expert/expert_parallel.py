@@ -49,10 +49,7 @@ of the time of the experts (one thread; 4 experts of 512 features and 32 of 128)
 The experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
 an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank, and `over` is
-without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`). A list of modules,
-each called with the tokens that chose it, is refused: a call must return before the next begins, so each
-expert would need an all-to-all of its own, and loops that pass by experts without tokens would run these in
-another order on each rank.
+without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`).
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node); Liu et al. 2025, "MoE Parallel Folding", arXiv 2504.14960.
@@ -219,18 +216,13 @@ class ExpertParallel(Strategy):
             patches = runtime.state.patches
             for number, call in _numbered(view.model_spec.experts_calls):
                 places = self._places(call, view)
+                dispatch = ExpertDispatch(
+                    runtime, self.dispatch_axes, call.routed, places, number, microbatches
+                )
                 sum_axes = [axis for axis in self.sum_axes if view.plan.mesh.size(axis) > 1]
                 ends = () if sum_axes else _ends_of_return(call, view)
-                dispatch = ExpertDispatch(
-                    runtime,
-                    self.dispatch_axes,
-                    call.routed,
-                    places,
-                    number,
-                    microbatches,
-                    is_awaited_later=bool(ends),
-                )
-                run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
+                run = dispatch.start if ends else dispatch.run
+                run = run if call.form == "choice" else DenseExperts(dispatch, call).run
                 for axis in sum_axes:
                     run = partial(_summed, SummedExperts(runtime, axis), run)
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
@@ -303,16 +295,6 @@ def _dispatched(
     return run(forward, *args, **kwargs)
 
 
-def _summed(
-    sum_of_ranks: SummedExperts,
-    run: Callable[..., torch.Tensor],
-    forward: Callable[..., torch.Tensor],
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    return sum_of_ranks.run(partial(run, forward), *args, **kwargs)
-
-
 def _ends_of_return(call: ExpertsCall, view: RankView) -> tuple[str, ...]:
     """Returns the modules at whose end sums must have returned: the shared experts, and around them the one
     that calls both; none if nothing is computed meanwhile. With slices of layers, shared experts send too.
@@ -327,6 +309,16 @@ def _finished(dispatch: ExpertDispatch, forward: Callable[..., Any], *args: Any,
     result = forward(*args, **kwargs)
     dispatch.finish()
     return result
+
+
+def _summed(
+    sum_of_ranks: SummedExperts,
+    run: Callable[..., torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return sum_of_ranks.run(partial(run, forward), *args, **kwargs)
 
 
 def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
