@@ -9,7 +9,7 @@ any of its kernels serves. Sums of float16 and bfloat16 are taken in float32.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.route import Route, send_rows
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
+from meshwright.parallel.expert.chunked_experts import chunk_size, expected_pairs, pair_counts, sum_in_chunks
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
 from meshwright.plan.strategy_interface import Runtime
@@ -68,7 +69,8 @@ class _Rows:
 class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
 
-    `microbatches` are those of the planned actions, by name.
+    `microbatches` are those of the planned actions, by name. Pairs beyond `checkpoint_load` times those
+    expected are computed in chunks (chunked_experts.py).
     """
 
     def __init__(
@@ -78,12 +80,14 @@ class ExpertDispatch:
         call: ExpertsCall,
         number: int,
         microbatches: Mapping[str, int | None],
+        checkpoint_load: float,
     ) -> None:
         state = runtime.state
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
         self._group: Group = state.world.group((axis,))
         self._ranges = expert_ranges(call.num_experts, self._group.size)
         self._first, self._end = self._ranges[self._group.index]
+        self._checkpoint_load = checkpoint_load
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
         self._dtype = getattr(torch, precision.compute)
@@ -111,7 +115,9 @@ class ExpertDispatch:
         own, away, route = self._find_route(index)
         self._record_counts(route)
         rows = self._send(route, _Rows(hidden, index, weights), own, away)
-        sums = self._compute(compute, rows, is_fake=isinstance(index, FakeTensor))
+        expected = expected_pairs(self._call, len(index), self._group.size, self.num_local_experts)
+        self._record(sums=len(rows.hidden) + sum(route.input_splits))
+        sums = self._compute(compute, rows, expected, is_fake=isinstance(index, FakeTensor))
         own_sums, other_sums = sums.split([len(own), len(sums) - len(own)])
         (returned,) = send_rows(route.adjoint, self._action_name, other_sums.to(self._dtype))
         total = sums.new_zeros(hidden.shape)
@@ -174,7 +180,9 @@ class ExpertDispatch:
             torch.cat([given.weights[own], weights.to(given.weights.dtype)]),
         )
 
-    def _compute(self, compute: Callable[..., torch.Tensor], rows: _Rows, *, is_fake: bool) -> torch.Tensor:
+    def _compute(
+        self, compute: Callable[..., torch.Tensor], rows: _Rows, expected: float, *, is_fake: bool
+    ) -> torch.Tensor:
         """Returns the weighted sum of the experts here for each row."""
         if is_fake:
             row = slot = rows.index.new_zeros(
@@ -182,15 +190,38 @@ class ExpertDispatch:
             )
         else:
             row, slot = ((rows.index >= self._first) & (rows.index < self._end)).nonzero(as_tuple=True)
-        hidden, weights = rows.hidden[row], rows.weights[row, slot].unsqueeze(1)
-        if len(row):
-            outputs = compute(hidden, (rows.index[row, slot] - self._first).unsqueeze(1), weights)
-        else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
-            parameter = next(self._module.parameters())
-            outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
-        half = outputs.dtype in (torch.float16, torch.bfloat16)
-        outputs = outputs.float() if half else outputs
+        max_pairs = chunk_size(expected, self._checkpoint_load)
+        self._record_pairs(len(row), len(rows.hidden), int(expected), max_pairs)
+
+        def compute_pairs(row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+            hidden, weights = rows.hidden[row], rows.weights[row, slot].unsqueeze(1)
+            if len(row):
+                outputs = compute(hidden, (rows.index[row, slot] - self._first).unsqueeze(1), weights)
+            else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
+                parameter = next(self._module.parameters())
+                outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
+            half = outputs.dtype in (torch.float16, torch.bfloat16)
+            return outputs.float() if half else outputs
+
+        if len(row) > max_pairs:
+            return sum_in_chunks(compute_pairs, self._module, (row, slot), max_pairs, rows.hidden.shape)
+        outputs = compute_pairs(row, slot)
         return outputs.new_zeros(rows.hidden.shape).index_add(0, row, outputs)
+
+    def _record_pairs(self, num_pairs: int, num_rows: int, expected: int, max_pairs: int) -> None:
+        is_chunked = num_pairs > max_pairs
+        self._record(
+            more_pairs=max(0, num_pairs - expected),
+            saved_pairs=0 if is_chunked else num_pairs,
+            saved_rows=num_rows if is_chunked else 0,
+        )
+
+    def _record(self, **counts: int) -> None:
+        action = self._action_name()
+        if action in self._microbatches:
+            names = asdict(pair_counts(self._call, self._number, self._microbatches[action]))
+            for name, number in counts.items():
+                self._state.world.ledger.record_count(names[name], number)
 
 
 @contextmanager

@@ -55,10 +55,12 @@ from meshwright.parallel.expert.dispatch import (
     expected_rows,
     weights_dtype,
 )
+from meshwright.parallel.expert.expert_memory import add_experts_memory
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import one_of
+from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec, ParamSpec, block_of
+from meshwright.plan.sharding.expert_load import EXPERT_LOAD
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
@@ -79,11 +81,18 @@ NO_EXPERTS = (
 
 @dataclass(frozen=True)
 class ExpertParallel(Strategy):
-    """Distributes the experts of a mixture of experts along `axis`."""
+    """Distributes the experts of a mixture of experts along `axis`.
+
+    A rank with more than `checkpoint_load` times the pairs of a token and an expert that it expects computes
+    them in chunks, and once more in backward.
+    """
 
     name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
     axis: str = field(default="ep", metadata=one_of("ep"))
+    checkpoint_load: float = field(
+        default=EXPERT_LOAD, metadata=at_least(1, "write a number from 1 up; mesh.ep never recomputes")
+    )
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
@@ -137,14 +146,20 @@ class ExpertParallel(Strategy):
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         if view.plan.mesh.size(self.axis) == 1:
             return program
-        return program.edit(lambda actions: self._add_transfers(actions, view, job))
+        program = program.edit(lambda actions: self._add_transfers(actions, view, job))
+        calls = list(_numbered(view.model_spec.experts_calls))
+        return program.edit(
+            lambda actions: add_experts_memory(actions, calls, view, job, self.axis, self.checkpoint_load)
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
         if view.plan.mesh.size(self.axis) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
+                dispatch = ExpertDispatch(
+                    runtime, self.axis, call.routed, number, microbatches, self.checkpoint_load
+                )
                 run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
                 runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))

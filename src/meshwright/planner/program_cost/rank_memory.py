@@ -11,13 +11,13 @@
                             grows with the model            buffers: as large as the largest blocks
 
 Activations, and the gradients of one block between its backward and the PACK after it, are transient;
-`transient_nbytes` is their peak. What the data decides counts with the most bytes that it can be;
-`expected_peak_nbytes` is the peak if it is what is expected.
+`transient_nbytes` is their peak. What the data decides (the rows that come to the experts of a rank) counts
+with the bytes that are expected, and in a peak `at_most` with the most that it can be.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
@@ -115,7 +115,7 @@ def transient_nbytes(plan: Plan) -> int:
         for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
-                    allocation.name: allocation.max_nbytes
+                    allocation.name: allocation.nbytes
                     for allocation in action.allocations
                     if allocation.name not in freed
                 }
@@ -125,29 +125,15 @@ def transient_nbytes(plan: Plan) -> int:
     return peak
 
 
-def peak_nbytes(plan: Plan, rank: int) -> int:
-    """Returns the peak of the bytes that `rank` of `plan` holds during a step, as far as blocks are known.
+def peak_nbytes(plan: Plan, rank: int, *, at_most: bool = False) -> int:
+    """Returns the expected peak of the bytes that `rank` of `plan` holds during a step, as far as blocks are
+    known, or with `at_most` the peak of any step.
 
     That is what it keeps between steps, with buffers and sharded gradients, and the largest sum of transient
     tensors: unsharded gradients, activations, temporaries of the loss and of the optimizers that the job
     names. Scratch memory of single operations and receive buffers are not included.
     """
-    return sum(peak_nbytes_by_category(plan, rank).values())
-
-
-def expected_peak_nbytes(plan: Plan, rank: int) -> int:
-    """Returns `peak_nbytes` if sizes that the data decides are as expected, not as large as they can be."""
-
-    def expect(actions: list[Action]) -> list[Action]:
-        return [
-            replace(
-                action,
-                allocations=tuple(replace(each, runtime_size=None) for each in action.allocations),
-            )
-            for action in actions
-        ]
-
-    return peak_nbytes(replace(plan, program=plan.program.edit(expect)), rank)
+    return sum(peak_nbytes_by_category(plan, rank, at_most=at_most).values())
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
@@ -156,7 +142,7 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     return sum(numel for _, numel in pairs), sum(param_state_nbytes(plan.job, *pair) for pair in pairs)
 
 
-def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
+def peak_nbytes_by_category(plan: Plan, rank: int, *, at_most: bool = False) -> dict[str, int]:
     """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
     The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
@@ -176,7 +162,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
         for allocation in action.allocations
     }
     persistent = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
         for action in rank_plan.actions
         for allocation in action.allocations
         if allocation.name not in transient_names
@@ -184,7 +170,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     live: dict[str, int] = {}
     for action in rank_plan.actions:
         live |= {
-            allocation.name: allocation.max_nbytes
+            allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
             for allocation in action.allocations
             if allocation.name in transient_names
         }
@@ -302,13 +288,13 @@ def _gradient_and_buffer_nbytes(plan: RankPlan) -> tuple[int, int]:
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     gradients = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.nbytes
         for action in actions
         for allocation in action.allocations
         if allocation.name in freed
     }
     allocated = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.nbytes
         for action in actions
         if not _is_transient(action)
         for allocation in action.allocations
