@@ -14,6 +14,7 @@ FOLDER = "docs/techniques"
 SHARED = (
     "expert/dense_experts",
     "expert/dispatch",
+    "expert/expert_pairs",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",

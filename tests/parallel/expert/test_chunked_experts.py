@@ -6,7 +6,8 @@ import torch
 import meshwright as mw
 from benchmarks.experts.expert_memory import ONE_RANK, with_route
 from meshwright.nn.experts import ExpertMLP, Experts
-from meshwright.parallel.expert.chunked_experts import sum_in_chunks
+from meshwright.parallel.expert.chunked_experts import PairPlaces, add_in_chunks
+from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from tests.parallel.expert.mixture_model import batch_of, expert_strategies, gpt_oss, sgd_job
 
 ROWS, FEATURES, NUM_EXPERTS = 7, 6, 3
@@ -16,26 +17,35 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def sum_of_pairs(
+def sums_of_pairs(
     experts: Experts, hidden: torch.Tensor, weights: torch.Tensor, num_pairs: int
 ) -> torch.Tensor:
-    """The sums for rows of which each chooses every second slot, or both, `num_pairs` at a time."""
-    row, slot = (torch.arange(2 * ROWS).reshape(ROWS, 2) % 3 > 0).nonzero(as_tuple=True)
+    """The sums for own rows and for others, with one or two experts each, `num_pairs` at a time."""
+    choice = (torch.arange(2 * ROWS) % 3).nonzero().squeeze(1)
+    row = choice // 2
+    places = PairPlaces(row, choice, choice % NUM_EXPERTS)
+    own, others = places.split(2)  # of the same rows: they may have pairs in both
 
-    def compute(row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        index = ((row + slot) % NUM_EXPERTS).unsqueeze(1)
-        return experts(hidden[row], index, weights[row, slot].unsqueeze(1))
+    def results(own: PairPlaces, others: PairPlaces) -> torch.Tensor:
+        taken = (
+            take_pairs(each, 2 * each, *rows)
+            for each, rows in ((hidden, (own.row, others.row)), (weights, (own.choice, others.choice)))
+        )
+        pairs, pair_weights = taken
+        index = torch.cat([own.expert, others.expert]).unsqueeze(1)
+        return experts(pairs, index, pair_weights.unsqueeze(1))
 
+    num_rows = (ROWS, ROWS)
     if num_pairs >= len(row):
-        return hidden.new_zeros(hidden.shape).index_add(0, row, compute(row, slot))
-    return sum_in_chunks(compute, experts, (row, slot), num_pairs, hidden.shape)
+        return torch.cat(add_pairs(results(own, others), own.row, others.row, num_rows))
+    return torch.cat(add_in_chunks(results, experts, (own, others), num_rows, num_pairs))
 
 
 def values_and_grads(num_pairs: int) -> tuple[list[torch.Tensor], int]:
     """The sums with all gradients, and the elements of floating-point tensors that are saved for backward."""
     torch.manual_seed(0)
     experts = Experts(FEATURES, 5, NUM_EXPERTS, ExpertMLP(bias=True)).double()
-    hidden, weights = draw(ROWS, FEATURES).requires_grad_(), draw(ROWS, 2).requires_grad_()
+    hidden, weights = draw(ROWS, FEATURES).requires_grad_(), draw(2 * ROWS).requires_grad_()
     saved = dict[int, int]()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,7 +54,7 @@ def values_and_grads(num_pairs: int) -> tuple[list[torch.Tensor], int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        sums = sum_of_pairs(experts, hidden, weights, num_pairs)
+        sums = sums_of_pairs(experts, hidden, weights, num_pairs)
     sums.backward(draw(*sums.shape).flip(0))
     leaves = [hidden, weights, *experts.parameters()]
     return [sums.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)], sum(saved.values())

@@ -122,7 +122,7 @@ def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its():
         here = sum(number for (_, _, target), number in moved.items() if target == rank)
         assert sum(number for name, number in counts.items() if name.startswith("rows to")) == away
         assert sum(number for name, number in counts.items() if name.startswith("rows from")) == here
-        assert sent["F"] == 2 * 2 * 8 + away * (row + 2 * choice) + here * row
+        assert sent["F"] == 2 * 2 * 16 + away * (row + 2 * choice) + here * row
         assert sent["B"] == away * row + here * (row + choice)
 
 

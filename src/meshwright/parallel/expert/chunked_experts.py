@@ -15,7 +15,7 @@ Cost: such pairs are computed once more, and a second gradient of the experts li
 Paper: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -25,27 +25,43 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 
-ComputePairs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of rows and slots of pairs: [pairs, D]
+
+@dataclass(frozen=True)
+class PairPlaces:
+    """The pairs of some rows with experts of this rank, in the order of the rows.
+
+    For each pair its row, its place in the flat choice [rows * k] of these rows, and its expert here.
+    """
+
+    row: torch.Tensor
+    choice: torch.Tensor
+    expert: torch.Tensor
+
+    def split(self, number: int) -> Iterator["PairPlaces"]:
+        """Yields `number` parts of about the same size."""
+        parts = (each.tensor_split(number) for each in (self.row, self.choice, self.expert))
+        yield from map(PairPlaces, *parts)
+
+
+Results = Callable[[PairPlaces, PairPlaces], torch.Tensor]  # [pairs, D] of pairs of own rows, and of others
 
 
 @dataclass(frozen=True)
 class PairCounts:
-    """The names under which a rank records its pairs beyond those expected, the pairs and rows saved, and
-    the rows of sums that it makes and gets.
-    """
+    """The names under which a rank records its pairs beyond those expected, and the pairs and rows saved."""
 
     more_pairs: str
     saved_pairs: str
     saved_rows: str
-    sums: str
 
 
 def pair_counts(call: ExpertsCall, number: int, microbatch: int | None) -> PairCounts:
     """Returns the names of the counts of the `number`-th call in its block call."""
     of = f"({call.block_call}, {number}, {microbatch})"
-    return PairCounts(f"more pairs{of}", f"saved pairs{of}", f"saved rows{of}", f"sums of experts{of}")
+    return PairCounts(f"more pairs{of}", f"saved pairs{of}", f"saved rows{of}")
 
 
 def expected_pairs(call: ExpertsCall, num_tokens: int, num_ranks: int, num_local_experts: int) -> float:
@@ -58,56 +74,64 @@ def chunk_size(expected: float, checkpoint_load: float) -> int:
     return max(1, ceil(expected * checkpoint_load))
 
 
-def sum_in_chunks(
-    compute: ComputePairs,
+def add_in_chunks(
+    results: Results,
     module: nn.Module,
-    pairs: tuple[torch.Tensor, torch.Tensor],
+    places: tuple[PairPlaces, PairPlaces],
+    num_rows: tuple[int, int],
     num_pairs: int,
-    shape: torch.Size,
-) -> torch.Tensor:
-    """Returns the sum for each row, of `shape` [rows, D], of what `compute` returns for `pairs`, at most
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sums for `num_rows` own rows, and for others, of the `results` for their pairs, about
     `num_pairs` at a time.
 
-    `pairs` are their rows and their slots, both [pairs], at least one. They are computed once more in
-    backward, with the parameters that `module` has now.
+    There is a pair at least. All are computed once more in backward, with the parameters that `module` has
+    now.
     """
-    again = partial(_with_parameters, module, dict(module._parameters), compute)
+    again = partial(_with_parameters, module, dict(module._parameters), results)
     run = partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
-    num_chunks = -(-len(pairs[0]) // num_pairs)
-    chunks = zip(*(each.tensor_split(num_chunks) for each in pairs), strict=True)
-    row, slot = next(chunks)
-    outputs = run(row, slot)
-    sums = _AddRows.apply(outputs.new_zeros(shape), row, outputs)
-    for row, slot in chunks:
-        sums = _AddRows.apply(sums, row, run(row, slot))
+    num_chunks = -(-sum(len(each.row) for each in places) // num_pairs)
+    chunks = zip(*(each.split(num_chunks) for each in places), strict=True)
+    own, others = next(chunks)
+    found = run(own, others)
+    sums = add_pairs(found, own.row, others.row, num_rows)
+    for own, others in chunks:
+        sums = _AddMorePairs.apply(*sums, run(own, others), own.row, others.row)
     return sums
 
 
-class _AddRows(torch.autograd.Function):
-    """Adds to rows of a tensor, in place; `index_add_` would save what it adds."""
+class _AddMorePairs(torch.autograd.Function):
+    """Adds pairs to sums of own rows and of others, in place; `index_add_` would save the pairs."""
 
     @staticmethod
-    def forward(ctx: Any, sums: torch.Tensor, row: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(row)
-        ctx.mark_dirty(sums)
-        return sums.index_add_(0, row, outputs)
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        others: torch.Tensor,
+        pairs: torch.Tensor,
+        own_row: torch.Tensor,
+        other_row: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(own_row, other_row)
+        ctx.mark_dirty(own, others)
+        of_own, of_others = pairs.split([len(own_row), len(other_row)])
+        return own.index_add_(0, own_row, of_own), others.index_add_(0, other_row, of_others)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (row,) = ctx.saved_tensors
-        return grads[0], None, grads[0].index_select(0, row)
+        own, others = grads
+        return own, others, take_pairs(own, others, *ctx.saved_tensors), None, None
 
 
 def _with_parameters(
     module: nn.Module,
     parameters: dict[str, nn.Parameter | None],
-    compute: ComputePairs,
-    row: torch.Tensor,
-    slot: torch.Tensor,
+    results: Results,
+    own: PairPlaces,
+    others: PairPlaces,
 ) -> torch.Tensor:
     before = dict(module._parameters)
     module._parameters.update(parameters)
     try:
-        return compute(row, slot)
+        return results(own, others)
     finally:
         module._parameters.update(before)

@@ -4,12 +4,15 @@
     weighted pairs --added up per row--> sums --returned--> added up per token
 
 The module computes on pairs with one expert each, so it needs no mark for an expert that is elsewhere, and
-any of its kernels serves. Sums of float16 and bfloat16 are taken in float32.
+any of its kernels serves. Sums of float16 and bfloat16 are taken in float32. Pairs are taken from the rank's
+own tokens and from the rows of others without putting these together first, and added up likewise.
+
+Ranks tell each other how many rows and how many pairs come. So every size is known after one read by the
+host, which waits for a GPU there and nowhere else.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
@@ -18,20 +21,32 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
-from meshwright.parallel.expert.chunked_experts import chunk_size, expected_pairs, pair_counts, sum_in_chunks
+from meshwright.parallel.expert.chunked_experts import (
+    PairPlaces,
+    add_in_chunks,
+    chunk_size,
+    expected_pairs,
+    pair_counts,
+)
+from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
 from meshwright.plan.strategy_interface import Runtime
 
-COUNT_DTYPE, INDEX_DTYPE = "int64", "int32"
+COUNT_DTYPE, NUM_COUNTS = "int64", 2  # of what a rank tells each other rank: rows, and their pairs
 
 
 def weights_dtype(compute: str) -> str:
     """Returns the dtype in which the weights of chosen experts travel."""
     return "float64" if compute == "float64" else "float32"
+
+
+def index_dtype(weights: torch.dtype) -> str:
+    """Returns the dtype in which the indices of chosen experts travel: as wide as their weights."""
+    return f"int{8 * weights.itemsize}"
 
 
 def expected_rows(call: ExpertsCall, num_tokens: int, num_ranks: int, index: int) -> tuple[int, int]:
@@ -57,20 +72,11 @@ def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple
     return f"rows to experts{of}", f"rows from tokens{of}"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of this rank and of others, for the experts here: [rows, features], [rows, k], [rows, k]."""
-
-    hidden: torch.Tensor
-    index: torch.Tensor
-    weights: torch.Tensor
-
-
 class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
 
-    `microbatches` are those of the planned actions, by name. Pairs beyond `checkpoint_load` times those
-    expected are computed in chunks (chunked_experts.py).
+    `microbatches` are those of the planned actions, by name. A rank with more than `checkpoint_load` times
+    the pairs that it expects computes them in chunks.
     """
 
     def __init__(
@@ -112,17 +118,37 @@ class ExpertDispatch:
             with _with_num_experts(self._module, self.num_local_experts):
                 return forward(*positional, **named)
 
-        own, away, route = self._find_route(index)
+        away, route, (num_own, num_arriving) = self._find_route(index)
         self._record_counts(route)
-        rows = self._send(route, _Rows(hidden, index, weights), own, away)
+        rows, row_weights, row_index = send_rows(
+            route,
+            self._action_name,
+            hidden.index_select(0, away).to(self._dtype),
+            weights.index_select(0, away).to(self._weights_dtype),
+            index.index_select(0, away).to(getattr(torch, index_dtype(self._weights_dtype))),
+        )
+        own, others = self._pairs_here(index, num_own), self._pairs_here(row_index, num_arriving)
+
+        def results(own: PairPlaces, others: PairPlaces) -> torch.Tensor:
+            return self._compute(
+                compute,
+                take_pairs(hidden, rows.to(hidden.dtype), own.row, others.row),
+                torch.cat([own.expert, others.expert]).to(index.dtype),
+                take_pairs(
+                    weights.flatten(), row_weights.to(weights.dtype).flatten(), own.choice, others.choice
+                ),
+            )
+
+        num_rows, num_pairs = (len(hidden), len(rows)), num_own + num_arriving
         expected = expected_pairs(self._call, len(index), self._group.size, self.num_local_experts)
-        self._record(sums=len(rows.hidden) + sum(route.input_splits))
-        sums = self._compute(compute, rows, expected, is_fake=isinstance(index, FakeTensor))
-        own_sums, other_sums = sums.split([len(own), len(sums) - len(own)])
-        (returned,) = send_rows(route.adjoint, self._action_name, other_sums.to(self._dtype))
-        total = sums.new_zeros(hidden.shape)
-        total = total.index_add(0, own, own_sums).index_add(0, away, returned.to(sums.dtype))
-        return total.to(hidden.dtype)
+        max_pairs = chunk_size(expected, self._checkpoint_load)
+        self._record_pairs(num_pairs, int(expected), max_pairs, sum(num_rows))
+        if num_pairs > max_pairs:
+            total, sums = add_in_chunks(results, self._module, (own, others), num_rows, max_pairs)
+        else:
+            total, sums = add_pairs(results(own, others), own.row, others.row, num_rows)
+        (returned,) = send_rows(route.adjoint, self._action_name, sums.to(self._dtype))
+        return total.index_add_(0, away, returned.to(total.dtype)).to(hidden.dtype)
 
     def _action_name(self) -> str:
         return self._state.current_action
@@ -134,94 +160,76 @@ class ExpertDispatch:
             self._state.world.ledger.record_count(names[0], sum(route.input_splits))
             self._state.world.ledger.record_count(names[1], sum(route.output_splits))
 
+    def _record_pairs(self, num_pairs: int, expected: int, max_pairs: int, num_rows: int) -> None:
+        action, is_chunked = self._action_name(), num_pairs > max_pairs
+        if action in self._microbatches:
+            names = pair_counts(self._call, self._number, self._microbatches[action])
+            record = self._state.world.ledger.record_count
+            record(names.more_pairs, max(0, num_pairs - expected))
+            record(names.saved_pairs, 0 if is_chunked else num_pairs)
+            record(names.saved_rows, num_rows if is_chunked else 0)
+
     @torch.no_grad()
-    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
-        """Returns the tokens with experts here, those sent to other ranks (in the order of ranks), and the
-        route of these.
+    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
+        """Returns the tokens that are sent to other ranks, in the order of ranks; their route; and how many
+        pairs of own tokens with experts here there are, and of rows that arrive.
         """
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         if self._firsts is None:
             self._firsts = index_tensor([first for first, _ in self._ranges[1:]], index.device)
-        size = self._group.size
+        size, here = self._group.size, self._group.index
         nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
         rank = torch.bucketize(index.contiguous(), self._firsts, right=True).masked_fill(nowhere, size)
         reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
         reached.t().scatter_(1, rank, value=True)
-        reached = reached[:size]
-        route = Route.exchange(self._group, reached.sum(1), self._action_name())
-        (own,) = reached[self._group.index].nonzero(as_tuple=True)
-        reached[self._group.index] = False
-        _, away = reached.nonzero(as_tuple=True)
-        return own, away, route
+        num_pairs = rank.new_zeros(size + 1).scatter_add_(0, rank.flatten(), torch.ones_like(rank).flatten())
+        counts = torch.stack([reached[:size].sum(1), num_pairs[:size]], dim=1)
+        sent, arriving = exchange_counts(self._group, counts, self._action_name())
+        route = Route.of_rows(self._group, *([rows for rows, _ in each] for each in (sent, arriving)))
+        reached[here] = False
+        away = reached[:size].flatten().nonzero_static(size=sum(route.input_splits)).squeeze(1)
+        num_arriving = sum(pairs for _, pairs in arriving) - arriving[here][1]
+        return away % len(index), route, (sent[here][1], num_arriving)
 
-    def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
+    def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
-        shares = reached_shares(self._call, self._group.size)
-        num_rows = [round(len(index) * share) for share in shares]
-        here, size = num_rows[self._group.index], self._group.size
-        own, away = (index.new_zeros(number) for number in (here, sum(num_rows) - here))
-        splits, arriving = tuple(num_rows), (here,) * size
-        counts = index.new_zeros(size)
-        return own, away, Route.exchange(self._group, counts, self._action_name(), known=(splits, arriving))
+        size, here = self._group.size, self._group.index
+        sent = [round(len(index) * share) for share in reached_shares(self._call, size)]
+        counts = index.new_zeros(size, NUM_COUNTS)
+        self._group.all_to_all(torch.empty_like(counts), counts, action=self._action_name()).wait()
+        num_pairs = index.numel() * self.num_local_experts // self._call.num_experts
+        away = index.new_zeros(sum(sent) - sent[here])
+        route = Route.of_rows(self._group, sent, (sent[here],) * size)
+        return away, route, (num_pairs, num_pairs * (size - 1))
 
-    def _send(self, route: Route, given: _Rows, own: torch.Tensor, away: torch.Tensor) -> _Rows:
-        """Returns the rows for the experts here: own ones, then those of other ranks."""
-        index = route.send(given.index[away].to(getattr(torch, INDEX_DTYPE)), self._action_name())
-        hidden, weights = send_rows(
-            route,
-            self._action_name,
-            given.hidden[away].to(self._dtype),
-            given.weights[away].to(self._weights_dtype),
-        )
-        return _Rows(
-            torch.cat([given.hidden[own], hidden.to(given.hidden.dtype)]),
-            torch.cat([given.index[own], index.to(given.index.dtype)]),
-            torch.cat([given.weights[own], weights.to(given.weights.dtype)]),
-        )
+    @torch.no_grad()
+    def _pairs_here(self, index: torch.Tensor, number: int) -> PairPlaces:
+        """Returns the `number` pairs of rows with `index` [rows, k] whose experts are those of this rank."""
+        flat = index.flatten()
+        if isinstance(index, FakeTensor):
+            choice = flat.new_zeros(number, dtype=torch.int64)
+        else:
+            is_here = (flat >= self._first) & (flat < self._end)
+            choice = is_here.nonzero_static(size=number).squeeze(1)
+        row = choice.div(index.shape[1], rounding_mode="floor")
+        return PairPlaces(row, choice, flat.index_select(0, choice) - self._first)
 
     def _compute(
-        self, compute: Callable[..., torch.Tensor], rows: _Rows, expected: float, *, is_fake: bool
+        self,
+        compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        expert: torch.Tensor,
+        weights: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the weighted sum of the experts here for each row."""
-        if is_fake:
-            row = slot = rows.index.new_zeros(
-                rows.index.numel() * self.num_local_experts // self._call.num_experts
-            )
-        else:
-            row, slot = ((rows.index >= self._first) & (rows.index < self._end)).nonzero(as_tuple=True)
-        max_pairs = chunk_size(expected, self._checkpoint_load)
-        self._record_pairs(len(row), len(rows.hidden), int(expected), max_pairs)
-
-        def compute_pairs(row: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-            hidden, weights = rows.hidden[row], rows.weights[row, slot].unsqueeze(1)
-            if len(row):
-                outputs = compute(hidden, (rows.index[row, slot] - self._first).unsqueeze(1), weights)
-            else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
-                parameter = next(self._module.parameters())
-                outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
-            half = outputs.dtype in (torch.float16, torch.bfloat16)
-            return outputs.float() if half else outputs
-
-        if len(row) > max_pairs:
-            return sum_in_chunks(compute_pairs, self._module, (row, slot), max_pairs, rows.hidden.shape)
-        outputs = compute_pairs(row, slot)
-        return outputs.new_zeros(rows.hidden.shape).index_add(0, row, outputs)
-
-    def _record_pairs(self, num_pairs: int, num_rows: int, expected: int, max_pairs: int) -> None:
-        is_chunked = num_pairs > max_pairs
-        self._record(
-            more_pairs=max(0, num_pairs - expected),
-            saved_pairs=0 if is_chunked else num_pairs,
-            saved_rows=num_rows if is_chunked else 0,
-        )
-
-    def _record(self, **counts: int) -> None:
-        action = self._action_name()
-        if action in self._microbatches:
-            names = asdict(pair_counts(self._call, self._number, self._microbatches[action]))
-            for name, number in counts.items():
-                self._state.world.ledger.record_count(names[name], number)
+        """Returns the weighted results of pairs: their rows [pairs, features], experts here, and weights."""
+        weights = weights.unsqueeze(1)
+        if len(hidden):
+            outputs = compute(hidden, expert.unsqueeze(1), weights)
+        else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
+            parameter = next(self._module.parameters())
+            outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
 @contextmanager

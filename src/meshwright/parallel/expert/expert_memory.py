@@ -5,10 +5,10 @@
 
     T tokens on each of n ranks, k of E experts chosen, e of them on the rank:
       pairs     expected n T k e / E      at most n T min(k, e)
-      rows      expected n T p            at most n T             p: share of tokens with an expert there
+      rows      expected (n-1) T p        at most (n-1) T         p: share of tokens with an expert there
 
-A row that arrives lies in the message, in the rows of the rank, and in each of its pairs. Pairs beyond a
-chunk (chunked_experts.py) save nothing but the rows.
+A row that arrives lies in the message and in each of its pairs. Pairs that are computed in chunks
+(chunked_experts.py) save nothing but the rows. Sums that return are saved.
 Limits: where the trial could not measure experts (in float64, which is for comparisons), a plan counts what
 one device saves.
 """
@@ -20,7 +20,7 @@ from math import ceil
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.parallel.expert.chunked_experts import chunk_size, expected_pairs, pair_counts
-from meshwright.parallel.expert.dispatch import expected_rows, reached_shares
+from meshwright.parallel.expert.dispatch import count_names, expected_rows
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.model_spec.op_sizes_and_memory import AroundExperts, ExpertsMemory, LinearInSamples
@@ -48,26 +48,15 @@ WHOLE = Fraction(1)
 
 @dataclass(frozen=True)
 class _Load:
-    """The load of one call on a rank: its tokens, the rows that it sends, receives and keeps of its own, and
-    pairs; the experts compute on `padded` rows for each pair.
+    """The load of one call on a rank: its tokens, the rows that it sends and receives, and pairs; the experts
+    compute on `padded` rows for each pair.
     """
 
     tokens: int
     sent: int
     received: int
-    own: int
     pairs: int
     padded: int = 1
-
-    @property
-    def rows(self) -> int:
-        """The rows for the experts of the rank."""
-        return self.own + self.received
-
-    @property
-    def sums(self) -> int:
-        """The rows of sums that are made and that return."""
-        return self.rows + self.sent
 
 
 @dataclass(frozen=True)
@@ -89,12 +78,12 @@ class _CallMemory:
     @property
     def row_nbytes(self) -> int:
         """Bytes of a row with the indices and weights of its experts."""
-        return self.memory.row_nbytes + self.call.top_k * 2 * POSITION_NBYTES
+        return max(self.memory.row_nbytes, self.sent_nbytes) + self.call.top_k * 2 * POSITION_NBYTES
 
     @property
     def pair_nbytes(self) -> int:
-        """Bytes that a pair saves, with its result and its position."""
-        return ceil(self.memory.saved_activations.per_sample) + self.sum_nbytes + 2 * POSITION_NBYTES
+        """Bytes that a pair saves, with its positions."""
+        return ceil(self.memory.saved_activations.per_sample) + 2 * POSITION_NBYTES
 
     @property
     def sum_nbytes(self) -> int:
@@ -103,7 +92,7 @@ class _CallMemory:
 
     def saved_rows(self, load: _Load) -> int:
         """Returns the rows that are kept to compute pairs once more."""
-        return load.rows if load.pairs > self.chunk else 0
+        return load.tokens + load.received if load.pairs > self.chunk else 0
 
     def saved_pairs(self, load: _Load) -> int:
         """Returns how many times a pair is saved, at most: none if it is computed once more."""
@@ -111,7 +100,7 @@ class _CallMemory:
 
     def saved_nbytes(self, load: _Load) -> int:
         """Returns the bytes that are allocated for what is saved under `load`."""
-        rows = self.saved_rows(load) * self.row_nbytes + load.sums * self.sum_nbytes
+        rows = self.saved_rows(load) * self.row_nbytes + load.sent * self.sum_nbytes
         return self.saved_pairs(load) * self.pair_nbytes + rows
 
     def peaks(self, load: _Load, *, with_grads: bool) -> Iterator[tuple[bool, int]]:
@@ -119,28 +108,28 @@ class _CallMemory:
 
         With `with_grads` they include the gradients of parameters of the experts that exist by then.
         """
-        row, sent, sums, rows = self.memory.row_nbytes, self.sent_nbytes, self.sum_nbytes, load.rows
-        saved, pairs = self.saved_nbytes(load), self.saved_pairs(load)
-        kept = 0 if load.pairs > self.chunk else rows * self.row_nbytes  # else they are among those saved
-        forward = self._part(self.memory.forward, pairs)
-        backward = self._part(self.memory.backward_with_grads if with_grads else self.memory.backward, pairs)
+        row, sent, sums = self.memory.row_nbytes, self.row_nbytes, self.sum_nbytes
+        saved, padded, is_chunked = self.saved_nbytes(load), self.saved_pairs(load), load.pairs > self.chunk
+        pairs, rows = min(load.pairs, self.chunk), load.tokens + load.received
+        kept = 0 if is_chunked else load.received * sent  # else it is among what is saved
+        forward = self._part(self.memory.forward, padded)
+        backward = self._part(self.memory.backward_with_grads if with_grads else self.memory.backward, padded)
         grads = self.grad_nbytes if with_grads else 0
-        # rows arrive, and join those of own tokens
-        yield True, load.sent * row + load.received * sent - saved
-        yield True, load.received * sent + load.own * row + rows * row - saved
-        # experts compute; their results are added, and return
-        yield True, kept + forward - saved
-        yield True, kept + min(load.pairs, self.chunk) * row + 2 * rows * sums - load.sums * sums
-        yield True, kept + 3 * load.tokens * sums
-        if load.pairs > self.chunk:  # a chunk runs once more, and adds to the gradients of others
-            forward = max(0, forward - pairs * self.pair_nbytes)
-            yield False, max(forward, backward) + rows * (sums + 2 * row) + self.grad_nbytes
+        yield True, load.sent * (row + sent) + load.received * sent - saved  # rows arrive
+        if is_chunked:  # a chunk runs, in backward once more, and adds to the gradients of others
+            forward -= padded * self.pair_nbytes
+            yield True, forward + rows * sums
+            yield False, max(0, forward, backward) + rows * (sums + 2 * row) + self.grad_nbytes
+        else:
+            yield True, kept + forward - saved
+        yield True, kept + (pairs + rows) * sums  # results are added, and return
+        yield (
+            False,
+            load.received * (self.sent_nbytes + sums) + max(load.sent, pairs) * sums,
+        )  # gradients come
         yield False, backward
-        # gradients of sums arrive, and those of rows return
-        yield False, (load.own + rows) * sums + load.received * sent
-        yield False, (rows + min(load.pairs, self.chunk)) * sums
-        yield False, min(load.pairs, self.chunk) * row + rows * row - saved + grads
-        yield False, (rows + load.received + load.sent + 2 * load.tokens) * row - saved + grads
+        yield False, (pairs + rows) * row - saved + grads  # gradients of rows are added, and return
+        yield False, (rows + load.tokens) * row + (load.received + load.sent) * sent - saved + grads
 
     def saved_weight_nbytes(self) -> int:
         """Returns the bytes of copies of weights that are saved."""
@@ -198,7 +187,8 @@ class _BlockExperts:
             rows = RuntimeSize(counts.saved_rows, memory.row_nbytes, 0, memory.saved_rows(most))
             yield Allocation(saved_pairs_name(subject, memory.number, microbatch), pairs.expected, pairs)
             yield Allocation(saved_rows_name(subject, memory.number, microbatch), rows.expected, rows)
-            sums = RuntimeSize(counts.sums, memory.sum_nbytes, expected.sums, most.sums)
+            to_experts, _ = count_names(memory.call, memory.number, microbatch)
+            sums = RuntimeSize(to_experts, memory.sum_nbytes, expected.sent, most.sent)
             yield Allocation(saved_sums_name(subject, memory.number, microbatch), sums.expected, sums)
 
     def _scratch(self, new_grads: int, *, at_most: bool) -> int:
@@ -301,14 +291,12 @@ def _loads(call: ExpertsCall, view: RankView, axis: str, num_samples: int) -> tu
     share = view.work_share.token_fraction(call.block_call, call.name)
     tokens, num_local = int(routed.num_tokens * share) * num_samples, _num_local(call, view, axis)
     sent, received = expected_rows(routed, tokens, num_ranks, index)
-    own = round(tokens * reached_shares(routed, num_ranks)[index])
     pairs = int(expected_pairs(routed, tokens, num_ranks, num_local))
-    expected = _Load(tokens, sent, received, own, pairs)
+    expected = _Load(tokens, sent, received, pairs)
     most = _Load(
         tokens,
         tokens * min(routed.top_k, num_ranks - 1),
         tokens * (num_ranks - 1),
-        tokens,
         tokens * num_ranks * min(routed.top_k, num_local),
         num_local if call.form == "dense" else 1,
     )

@@ -15,18 +15,19 @@ once, where a copy per expert would be sent 4 times.
     their gradients are summed. The gradient of an expert is complete: the tokens of all ranks came to it.
 
     sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
-      forward     8 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w     (counts; rows with indices and weights; sums)
-      backward                r D w  +  q (D w + 4 k)           (gradients of sums; of rows and weights)
+      forward     16 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w    (counts; rows with weights and indices; sums)
+      backward                 r D w  +  q (D w + 4 k)          (gradients of sums; of rows and weights)
     expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
       r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
 
-Rows travel in the compute dtype, weights in float32 (float64 in a float64 job). No token is dropped: the
-numbers of rows are known at run time (`RuntimeSize`), and ranks tell each other. Ranks along other axes hold
-further copies or slices of the same experts; a token that ranks along tp share is sent by each of them.
-Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts runs,
-on one (token, expert) pair per row, whatever kernel it chooses.
-Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
-host. A rank waits for the one whose experts are chosen most.
+Rows travel in the compute dtype, weights in float32 and indices in int32 (float64 and int64 in a float64
+job), as one message. No token is dropped: the numbers of rows are known at run time (`RuntimeSize`), and
+ranks tell each other how many rows come, and how many (token, expert) pairs these are. Ranks along other
+axes hold further copies or slices of the same experts; a token that ranks along tp share is sent by each of
+them. Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts
+runs, on one (token, expert) pair per row, whatever kernel it chooses.
+Cost: three messages forward and two backward per call, all exposed; on a GPU one read of counts by the host.
+A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
 an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank.
@@ -49,7 +50,7 @@ from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
 from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
-    INDEX_DTYPE,
+    NUM_COUNTS,
     ExpertDispatch,
     count_names,
     expected_rows,
@@ -272,31 +273,32 @@ class _Traffic:
     position: float
 
     def forward(self, microbatch: int | None) -> Iterator[Transfer]:
-        """Yields the counts, the rows with index and weight of their experts, and the sums."""
+        """Yields the counts, the rows with weights and indices of their experts, and the sums."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.size(self.axis)
+        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * NUM_COUNTS * self.mesh.size(self.axis)
         yield Transfer("all_to_all", (self.axis,), nbytes, dtype=COUNT_DTYPE, position=self.position)
-        for width, dtype in (
-            (self.call.top_k, INDEX_DTYPE),
-            (self.call.hidden_size, self.dtype),
-            (self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            yield self._rows(to_experts, self.sent, width, dtype, self.position)
-        yield self._rows(from_tokens, self.received, self.call.hidden_size, self.dtype, self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row + 2 * weights, self.dtype, self.position)
+        yield self._rows(from_tokens, self.received, row, self.dtype, self.position)
 
     def backward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the gradients of the sums, and those of rows and weights."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        yield self._rows(to_experts, self.sent, self.call.hidden_size, self.dtype, -self.position)
-        for is_needed, width, dtype in (
-            (self.call.input_needs_grad, self.call.hidden_size, self.dtype),
-            (self.call.weights_need_grad, self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            if is_needed:
-                yield self._rows(from_tokens, self.received, width, dtype, -self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row, self.dtype, -self.position)
+        dtype = self.dtype if self.call.input_needs_grad else weights_dtype(self.dtype)
+        nbytes = row * self.call.input_needs_grad + weights * self.call.weights_need_grad
+        if nbytes:
+            yield self._rows(from_tokens, self.received, nbytes, dtype, -self.position)
 
-    def _rows(self, count: str, rows: tuple[int, int], width: int, dtype: str, position: float) -> Transfer:
-        size = RuntimeSize(count, width * DTYPE_NBYTES[dtype], *rows)
+    @property
+    def _nbytes(self) -> tuple[int, int]:
+        """The bytes of a row, and of its weights; its indices have as many as its weights."""
+        weights = self.call.top_k * DTYPE_NBYTES[weights_dtype(self.dtype)]
+        return self.call.hidden_size * DTYPE_NBYTES[self.dtype], weights
+
+    def _rows(self, count: str, rows: tuple[int, int], nbytes: int, dtype: str, position: float) -> Transfer:
+        size = RuntimeSize(count, nbytes, *rows)
         return Transfer(
             "all_to_all_v", (self.axis,), size.expected, dtype=dtype, position=position, runtime_size=size
         )
