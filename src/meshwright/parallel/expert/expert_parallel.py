@@ -26,6 +26,10 @@ ranks tell each other how many rows come, and how many (token, expert) pairs the
 axes hold further copies or slices of the same experts; a token that ranks along tp share is sent by each of
 them. Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts
 runs, on one (token, expert) pair per row, whatever kernel it chooses.
+Memory: a rank expects n T k e_j / E (token, expert) pairs; if all tokens choose its experts, it has up to
+n T min(k, e_j). A rank with more than `checkpoint_load` times those expected computes them in chunks and once
+more in backward, so it saves the rows and the activations of one chunk at most (chunked_experts.py). `plan`
+says both: the peak that is expected, and the most. Results are the same up to rounding.
 Cost: three messages forward and two backward per call, all exposed; on a GPU one read of counts by the host.
 A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
