@@ -51,6 +51,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import (
     AroundExperts,
     BlockMemory,
     BlockOps,
+    ExpertsMemory,
     LinearInSamples,
     ModelMemory,
     ModelOps,
@@ -130,8 +131,8 @@ class _MemoryMeasurement:
             self._op_counter.open_section("forward", block_call)
 
         def after_block() -> None:
-            block_call = list(self._bytes_before)[-1]
             self._op_counter.open_section("glue")
+            block_call = list(self._bytes_before)[-1]
             self._state_after[block_call] = tracker.refresh(), tracker.new_storages
             self._forward_peak[block_call] = (
                 max((now for now, _ in tracker.memory_log), key=self._total, default=LinearInSamples())
@@ -159,8 +160,7 @@ class _MemoryMeasurement:
                     loss_bytes = self._loss_bytes(outputs, batch, closing)
                 del outputs
                 backward_bytes = dict(self._backward_bytes(passed))
-                with trial_norms(self._trial.device_type), self._autocast():
-                    experts = tuple(self._experts.measure_experts())
+                experts = self._measure_experts()
         finally:
             self._driver.detach()
         block_memory, own_bytes, glue_outputs = [], LinearInSamples(), []
@@ -177,6 +177,10 @@ class _MemoryMeasurement:
             self._count_ops(outputs_bytes),
             experts,
         )
+
+    def _measure_experts(self) -> tuple[ExpertsMemory, ...]:
+        with trial_norms(self._trial.device_type), self._autocast():
+            return tuple(self._experts.measure_experts())
 
     def _count_ops(self, block_calls: Iterable[str]) -> ModelOps:
         of = self._op_counter.section_work
