@@ -136,12 +136,12 @@ def swap_buckets() -> AbstractContextManager[object]:
 
 def share_one_buffer() -> AbstractContextManager[object]:
     """Gives all parameter groups one buffer, where two take turns."""
-    buffer = FlatParamStore._buffer
+    buffer = FlatParamStore.buffer
 
     def shared(store: FlatParamStore, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         return buffer(store, "shared", 2**20, dtype)[: nbytes // dtype.itemsize]
 
-    return patch.object(FlatParamStore, "_buffer", shared)
+    return patch.object(FlatParamStore, "buffer", shared)
 
 
 def step_during_gather() -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence
 context     the tokens of a sample: ring attention, Ulysses, both together
 expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
-memory      memory for compute: activation checkpointing, chunked loss, tiled MLPs
+memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +24,8 @@ from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParall
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -68,6 +70,8 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         PipeDream,
         ActivationCheckpointing,
         ChunkedLoss,
+        Gist,
         TiledMLP,
+        Offload,
     )
 )

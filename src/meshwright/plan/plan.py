@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from typing import Any, final
 
+from meshwright.plan.hardware.memory_tiers import ON_DEVICE
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job, OptimizerConfig
@@ -138,10 +139,12 @@ class Plan:
         """
         role, view = self.role_of(rank), self.rank_view(rank)
         first = self.rank_view(role.ranks[0])
-        if (view.param_shardings, view.work_share.fractions_by_length) != (
+        is_alike = (view.param_shardings, view.work_share.fractions_by_length) == (
             first.param_shardings,
             first.work_share.fractions_by_length,
-        ):
+        )
+        # copies between tiers have the sizes of what the rank holds of each parameter
+        if not is_alike or (rank != role.ranks[0] and self.sharding.tiers != ON_DEVICE):
             (role,) = _program(self.job, view, self.strategies, self.micro_batch).roles
         return self._at(rank, view, role)
 

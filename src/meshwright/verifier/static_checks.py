@@ -26,11 +26,13 @@ from meshwright.plan.step.single_device_program import (
     WEIGHT_GRAD_KINDS,
     stepped_microbatches,
 )
+from meshwright.plan.step.tied_params import sums_grads
 from meshwright.plan.step.weight_stashing import version_conflicts
 from meshwright.verifier.message_checks import check_message_order, check_messages, check_streams
 from meshwright.verifier.nccl_deadlocks import check_evaluation, find_nccl_deadlocks
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
+_COPIES_OF_STEPPED = ("OFFLOAD_STATES", "FETCH_PARAM")
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "
     "find which"
@@ -51,6 +53,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_uses(rank_plan, role.actions),
             _check_whole_batch(rank_plan, role.actions),
             _check_batch_sums(rank_plan, role.actions),
+            _check_tier_copies(rank_plan, role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),
@@ -352,6 +355,34 @@ def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         left_out = _weights_missing_in(plan, [name for action in broadcasts for name in action.tensors])
         if left_out:
             yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
+
+
+def _check_tier_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields steps that do not wait for the copies of what they read, copies that do not wait for what they
+    copy, and buffers that are filled again before they are copied out.
+    """
+    tiers = plan.sharding.tiers
+    if tiers.optimizer_states == "device" or not plan.view.param_shardings:
+        return
+    by_name, freed_by = {action.name: action for action in actions}, dict[str, str]()
+    for action in actions:
+        needed = [Action("STEP", action.subject).name] if action.kind in _COPIES_OF_STEPPED else []
+        if action.kind == "STEP":
+            copies = (Action(kind, action.subject).name for kind in ("FETCH_STATES", "OFFLOAD_GRAD"))
+            needed = [name for name in copies if name in by_name]
+            back = [Action(kind, action.subject).name for kind in _COPIES_OF_STEPPED]
+            if not any(name in by_name for name in back) and (needed or tiers.step == "host"):
+                yield f"{action.name} updates what no {' or '.join(_COPIES_OF_STEPPED)} copies to its tier"
+            if not needed and tiers.step == "host":
+                yield f"{action.name} reads gradients on the host, and no OFFLOAD_GRAD copies them"
+        elif action.kind == "OFFLOAD_GRAD":
+            summed = (each for each in actions if sums_grads(each) and each is not action)
+            needed += [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
+        elif action.kind == "FETCH_STATES":
+            needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
+        awaited = transitive_waits(actions, action) if needed else set[str]()
+        yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
+        freed_by |= dict.fromkeys(action.frees, action.name)
 
 
 def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:

@@ -88,7 +88,7 @@ def test_a_rank_has_its_experts_alone():
 
 
 def rows_of_step(
-    world: World, analyzed: mw.AnalyzedModel, plan: mw.Plan
+    world: World, analyzed: mw.AnalyzedModel, plan: mw.Plan, axis: str
 ) -> tuple[list[torch.Tensor], dict[str, int], Counter[str]]:
     """The choices of this rank's tokens by layer, the counts of its ledger, and the bytes that it sent."""
     chosen: list[torch.Tensor] = []
@@ -100,15 +100,21 @@ def rows_of_step(
         trainer.step(trainer.local_batch(BATCHES[0]))
         sent = Counter[str]()
         for entry in world.ledger.entries:
-            if entry.axes == ("ep",) and entry.action[0] in "FB":
+            if (
+                entry.axes == (axis,)
+                and entry.action[0] in "FB"
+                and entry.collective.startswith("all_to_all")
+            ):
                 sent[entry.action[0]] += int(entry.sent_nbytes)
         return chosen, dict(world.ledger.counts), sent
 
 
-def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its():
+@pytest.mark.parametrize("axis", ["ep", "dp_shard", "cp"])
+def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its(axis: str):
     analyzed = analyzed_mixtral()
-    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies())
-    found = run_on_threads(lambda world: rows_of_step(world, analyzed, plan), plan.mesh)
+    strategies = expert_strategies(over=(axis,))
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh.infer({axis: 3}), strategies)
+    found = run_on_threads(lambda world: rows_of_step(world, analyzed, plan, axis), plan.mesh)
     rank_of = [0, 0, 1, 1, 2]
     moved = Counter[tuple[int, int, int]]()  # layer, from, to
     for rank, (chosen, _, _) in enumerate(found):

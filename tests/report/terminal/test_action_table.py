@@ -23,6 +23,8 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -167,7 +169,7 @@ def tensor_and_context_parallel_programs() -> tuple[Plan, ...]:
         ),
         Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="microbatch")),
         **{
-            Mesh(cp=n): (strategy, TiledMLP(2), DDP(axis="cp"))
+            Mesh(cp=n): (strategy, TiledMLP(2), Gist(backward_dtype="bfloat16"), DDP(axis="cp"))
             for n, strategy in {3: RingAttention(), 2: Ulysses(), 4: HybridContextParallel()}.items()
         },
     }
@@ -190,6 +192,16 @@ def pipeline_programs() -> tuple[Plan, ...]:
         halves,
         stale,
         planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1],
+    )
+
+
+@cache
+def offloaded_programs() -> tuple[Plan, ...]:
+    """Optimizer states that the device steps in turn, and those that the host steps."""
+    spec, rows = SyntheticModel().model_spec, BatchSplit(axis="dp_shard")
+    return tuple(
+        Plan.make(JOB, Mesh(dp_shard=3), spec, (rows, ZeRO(stage=2), offload), 2)
+        for offload in (Offload(), Offload(step_on="host"))
     )
 
 
@@ -227,6 +239,7 @@ def all_programs() -> list[Plan]:
         ),
         noisy,
         cut,
+        *offloaded_programs(),
         glued,
         Plan.make(
             JOB,

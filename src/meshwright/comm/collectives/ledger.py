@@ -1,4 +1,4 @@
-"""The ledger: each collective that one rank issued, for its action, and the bytes that it sent."""
+"""The ledger: each collective that one rank issued, for its action, and the bytes that it sent or copied."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -44,13 +44,15 @@ class Ledger:
     call before it is issued, and raises CollectiveError on every rank of the group unless all of them issue
     the same; what it issues itself, while `is_comparing`, is not compared. With `compare_first_step_only` it
     is called in the first step alone. `counts` are the rows of the current step that decide the size of a
-    collective, by name (`RuntimeSize`).
+    collective, by name (`RuntimeSize`). `copied_nbytes` are the bytes of copies within the rank, between its
+    memory tiers, by action.
     """
 
     is_recording: bool = False
     entries: list[LedgerEntry] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     sent_nbytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    copied_nbytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder)
     phase: RunPhase = "init"
     step: int | None = None
@@ -70,6 +72,10 @@ class Ledger:
     def record_count(self, name: str, rows: int) -> None:
         """Records how many rows this rank counted under `name` in this step, before it sends them."""
         self.counts[name] = rows
+
+    def record_copy(self, action: str, nbytes: int) -> None:
+        """Adds the bytes of a copy within this rank to its action's total."""
+        self.copied_nbytes[action] += nbytes
 
     def record(self, entry: LedgerEntry) -> None:
         """Adds what `entry` sent to its action's total; keeps the entry itself while `is_recording`."""

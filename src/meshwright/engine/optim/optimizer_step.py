@@ -77,6 +77,8 @@ class OptimizerUpdate:
             if self._norm_needs_collective
             else total_norm(list(self._gradients(parameters)))
         )
+        if self._state.plan.sharding.tiers.step == "host":
+            norm = norm.cpu()
         self._state.step.scaled_norm, self._state.step.loss_scale = norm, self.loss_scale_value
         # to read a number of a GPU is to wait for the GPU
         reads = norm.is_cpu or self.loss_scale is not None

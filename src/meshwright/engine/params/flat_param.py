@@ -4,6 +4,13 @@ full_tensor   [ w0 | w1 | w2 | pad ]      the module's parameters are views of i
 shard              [ w1 | w2 ]            what UNSHARD sends: a range of full_tensor, or memory of its own
 master             [ w1 | w2 ]            what the optimizer steps, in a wider dtype; shard: its rounding
 gradient           [ w1 | w2 ]            the sum over all ranks
+
+Where the host steps weights that rest on the device (plan/hardware/memory_tiers.py), it has
+
+host_gradient      [ w1 | w2 ]            a copy of the gradient, which the optimizer reads
+host_weights       [ w1 | w2 ]            the stepped weights in the dtype of the shard, to be copied into it
+
+A master that rests on the host while the device steps is copied to the device for its STEP (`move_master`).
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +21,7 @@ from torch import nn
 
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.params.master_weights import UpdateGroup
+from meshwright.engine.runtime.host_memory import without_memory
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 
 
@@ -23,7 +31,7 @@ class FlatParam:
 
     `full_tensor` has spec.numel elements, the others spec.shard_numel.
     Without a `master` the optimizer steps the shard itself. `optimizer_params` are, by weight, views of the
-    stepped tensor.
+    stepped tensor, or tensors without memory while a master that the device steps rests on the host.
     """
 
     spec: FlatParamSpec
@@ -35,6 +43,8 @@ class FlatParam:
     is_sharded: bool = False
     master: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
+    host_gradient: torch.Tensor | None = None
+    host_weights: torch.Tensor | None = None
     optimizer_params: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @cached_property
@@ -70,15 +80,27 @@ class FlatParam:
         """The bytes of the master; 0 without one."""
         return 0 if self.master is None else self.master.nbytes
 
+    @property
+    def host_gradient_nbytes(self) -> int:
+        """The bytes of the gradient that was copied to the host."""
+        return 0 if self.host_gradient is None else self.host_gradient.nbytes
+
+    @property
+    def rounded_nbytes(self) -> int:
+        """The bytes of the stepped weights on the host, if they are not the master."""
+        is_own = self.host_weights is not None and self.host_weights is not self.master
+        return self.host_weights.nbytes if is_own and self.host_weights is not None else 0
+
     def shard_values(self, param_shard: ParamShard) -> torch.Tensor:
         """Returns the values of a part of the shard in the widest dtype, flat."""
         return self.optimizer_tensor[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
 
     def load_values(self, param_shard: ParamShard, values: torch.Tensor) -> None:
         """Copies the flat `values` of the part `param_shard` into the stepped tensor and the shard."""
-        self.shard_values(param_shard).copy_(values)
-        if self.master is not None:
-            self.shard[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel].copy_(values)
+        begin, end = param_shard.shard_offset, param_shard.shard_offset + param_shard.numel
+        for tensor in (self.optimizer_tensor, self.shard, self.host_weights):
+            if tensor is not None:
+                tensor[begin:end].copy_(values)
 
     def load_part(self, param_shard: ParamShard, full_values: torch.Tensor) -> None:
         """Copies the part `param_shard` of the weight's `full_values` likewise."""
@@ -90,16 +112,41 @@ class FlatParam:
             self.optimizer_params[param_shard.name].shape
         )
 
-    def update_shard_from_master(self) -> None:
-        """Copies the master into the shard, rounding it."""
-        if self.master is not None:
-            self.shard.copy_(self.master)
+    def round_master(self) -> None:
+        """Copies the master, rounded, into the shard, or into the stepped weights on the host."""
+        target = self.shard if self.host_weights is None else self.host_weights
+        if self.master is not None and self.master is not target:
+            target.copy_(self.master)
 
-    def update_group(self, gradient: torch.Tensor) -> UpdateGroup:
-        """Returns the stepped parameters, with views of `gradient`."""
+    def move_master(self, master: torch.Tensor, *, is_fetched: bool) -> None:
+        """Makes `master` the master: `is_fetched` to be stepped, else to rest in another tier."""
+        self.master = master
+        for param_shard in self.param_shards:
+            parameter = self.optimizer_params[param_shard.name]
+            parameter.data = (
+                self.shard_view(master, param_shard)
+                if is_fetched
+                else without_memory(parameter.shape, parameter.dtype, self.shard)
+            )
+
+    def assign_grads(self, gradient: torch.Tensor) -> None:
+        """Gives the optimizer's parameters views of `gradient`, if it has their dtype: else it is cast when
+        it is read.
+        """
+        if gradient.dtype == self.optimizer_tensor.dtype:
+            for param_shard in self.param_shards if self.optimizer_params else ():
+                self.optimizer_params[param_shard.name].grad = self.shard_view(gradient, param_shard)
+
+    def update_group(self) -> UpdateGroup:
+        """Returns the stepped parameters, with views of the gradient that the optimizer reads, which
+        exists.
+        """
+        gradient = self.gradient if self.host_gradient is None else self.host_gradient
+        if gradient is None:
+            raise ValueError(f"{self.spec.name} has no gradient: it is reduced before STEP")
         gradients = tuple(self.shard_view(gradient, param_shard) for param_shard in self.param_shards)
         return UpdateGroup(
             tuple(self.optimizer_params[param_shard.name] for param_shard in self.param_shards),
             gradients,
-            self.update_shard_from_master,
+            self.round_master,
         )

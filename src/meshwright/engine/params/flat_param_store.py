@@ -37,6 +37,7 @@ class FlatParamStore:
         self._by_name: dict[str, FlatParam] = {}  # by weight
         self.matrix_owners = MatrixOwners(state, self._by_name)
         self.param_slices.slice_params(state.trained_module)
+        self._tiers = plan.sharding.tiers
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
             roles[r] for r in ("parameters", "reduce", "gradients", "master")
@@ -72,6 +73,8 @@ class FlatParamStore:
                     p.name: nn.Parameter(flat_param.shard_values(p).detach().view(self._optimizer_shape(p)))
                     for p in flat_param.param_shards
                 }
+                if flat_param.master is not None and self._tiers.optimizer_states != self._tiers.step:
+                    flat_param.move_master(flat_param.master, is_fetched=False)
         self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
         # gradients stay where they are summed
@@ -97,7 +100,7 @@ class FlatParamStore:
     def update_groups(self) -> Iterator[UpdateGroup]:
         """Yields the stepped parameters, one group at a time, with their summed gradients."""
         yield from (
-            flat_param.update_group(flat_param.gradient)
+            flat_param.update_group()
             for flat_param in self.by_param_group.values()
             if flat_param.gradient is not None and flat_param.optimizer_params
         )
@@ -115,11 +118,12 @@ class FlatParamStore:
         """Returns whether the weight `name` lies in a flat parameter."""
         return name in self._by_name
 
-    def param_shard(self, name: str) -> ParamShard | None:
-        """Returns this rank's part of the weight `name`.
+    def flat_param_of(self, name: str) -> FlatParam | None:
+        """Returns the flat parameter that the weight `name` lies in; None if in none."""
+        return self._by_name.get(name)
 
-        None if it has none or the weight is not flattened.
-        """
+    def param_shard(self, name: str) -> ParamShard | None:
+        """Returns this rank's part of the weight `name`; None if it has none, or it is not flattened."""
         flat_param = self._by_name.get(name)
         return (
             None
@@ -159,7 +163,7 @@ class FlatParamStore:
         flat_param = self._by_name.get(action.tensors[0])
         if flat_param is None:
             return False
-        flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._reduce_dtype)[
+        flat = self.buffer(action.allocations[0].name, action.allocations[0].nbytes, self._reduce_dtype)[
             : flat_param.spec.numel
         ]
         parameters = [self._state.trained_module.parameters[name] for name, _, _ in flat_param.spec.params]
@@ -303,6 +307,7 @@ class FlatParamStore:
     def _gather_params(
         self, flat_param: FlatParam, shard: torch.Tensor, action: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        shard = shard.to(flat_param.full_tensor.device)  # masters may rest on the host
         full_tensor = shard.new_empty(flat_param.spec.numel)
         flat_param.group.all_gather(full_tensor, shard, action=action).wait()
         for name, numel, start in flat_param.spec.params:
@@ -328,7 +333,7 @@ class FlatParamStore:
 
     def _make_sharded(self, spec: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
         dtype = self._state.trained_module.parameters[spec.params[0][0]].dtype
-        flat_param = self._make_flat_param(spec, self._buffer(buffer, nbytes, dtype)[: spec.numel])
+        flat_param = self._make_flat_param(spec, self.buffer(buffer, nbytes, dtype)[: spec.numel])
         flat_param.shard, flat_param.is_sharded = (
             self._example_param.new_zeros(spec.shard_numel, dtype=dtype),
             True,
@@ -364,15 +369,28 @@ class FlatParamStore:
 
     def _add_master(self, flat_param: FlatParam) -> FlatParam:
         first = flat_param.spec.params[0][0]
+        rounds, numel = self._master_dtype != self._dtype, flat_param.spec.shard_numel
         if (
-            self._master_dtype != self._dtype
+            (rounds or self._tiers.steps_copies)
             and self._param_shardings[first].param.trainable
             and first not in self.matrix_owners.param_names
         ):
-            flat_param.master = flat_param.shard.new_zeros(
-                flat_param.spec.shard_numel, dtype=self._master_dtype
-            )
+            is_on_host = self._tiers.optimizer_states == "host"
+            flat_param.master = self._zeros(numel, self._master_dtype, flat_param, is_on_host=is_on_host)
+            if self._tiers.steps_copies:
+                flat_param.host_weights = (
+                    self._zeros(numel, self._dtype, flat_param, is_on_host=True)
+                    if rounds
+                    else flat_param.master
+                )
         return flat_param
+
+    def _zeros(
+        self, numel: int, dtype: torch.dtype, flat_param: FlatParam, *, is_on_host: bool
+    ) -> torch.Tensor:
+        if is_on_host:
+            return self._state.host_memory.empty((numel,), dtype, flat_param.shard).zero_()
+        return flat_param.shard.new_zeros(numel, dtype=dtype)
 
     def _optimizer_shape(self, param_shard: ParamShard) -> tuple[int, ...]:
         param_sharding = self._param_shardings[param_shard.name]
@@ -387,16 +405,12 @@ class FlatParamStore:
             self._set_gradient(flat_param, gradient)
         return gradient
 
-    @staticmethod
-    def _set_gradient(flat_param: FlatParam, gradient: torch.Tensor) -> None:
+    def _set_gradient(self, flat_param: FlatParam, gradient: torch.Tensor) -> None:
         flat_param.gradient = gradient
-        if gradient.dtype == flat_param.optimizer_tensor.dtype:  # else it is cast when it is read
-            for param_shard in flat_param.param_shards if flat_param.optimizer_params else ():
-                flat_param.optimizer_params[param_shard.name].grad = flat_param.shard_view(
-                    gradient, param_shard
-                )
+        if not self._tiers.steps_copies:
+            flat_param.assign_grads(gradient)
 
-    def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the buffer `name` as elements of `dtype`.
 
         Made at its first use, it stays, and groups share it in turn.
@@ -406,17 +420,16 @@ class FlatParamStore:
         return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns bytes by category: parameters, master, gradients, buffers.
+        """Returns bytes by category: parameters, gradients and buffers on the device, and masters wherever
+        they rest.
 
         A buffer in which gradients stay counts as gradients.
         """
-        flat_param, sizes = (
-            self.by_param_group.values(),
-            {name: buffer.nbytes for name, buffer in self._buffers.items()},
-        )
+        flat_params = self.by_param_group.values()
+        sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
         gradient_nbytes = sum(
             0 if each.gradient is None or self._grads_in_place else each.gradient.nbytes
-            for each in flat_param
+            for each in flat_params
         )
         in_place_nbytes = sum(
             sizes.pop(name)
@@ -425,9 +438,9 @@ class FlatParamStore:
         )
         return {
             "parameters": sum(
-                (each.shard if each.is_sharded else each.full_tensor).nbytes for each in flat_param
+                (each.shard if each.is_sharded else each.full_tensor).nbytes for each in flat_params
             ),
-            "master": sum(each.master_nbytes for each in flat_param)
+            "master": sum(each.master_nbytes for each in flat_params)
             + self.master_weights.nbytes
             + self.matrix_owners.nbytes,
             "gradients": gradient_nbytes + in_place_nbytes,

@@ -1,17 +1,20 @@
 """The master weights of parameters outside of flat parameters, and groups of parameters that are stepped.
 
 The master starts from the initial value before rounding to the weight's dtype. No block reads it; after every
-step the weight is the rounded master (see runtime/mixed_precision.py).
+step the weight is the rounded master (see runtime/mixed_precision.py). Where the host steps, every weight has
+a master there, a copy of its gradient, and the stepped weight in its own dtype, as flat parameters have.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.engine.params.weight_stash import WeightStash
+from meshwright.engine.runtime.host_memory import without_memory
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.hardware.memory_tiers import MemoryTiers
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,22 @@ class MasterWeights:
         ]
         stashes = any(action.kind == "STASH" for action in plan.actions)
         self._masters: dict[str, nn.Parameter] = {}
+        self._values: dict[str, torch.Tensor] = {}  # of the masters, wherever they rest
+        self._host_weights: dict[str, torch.Tensor] = {}
+        self._host_gradients: dict[str, torch.Tensor] = {}
+        self._state, tiers = state, plan.sharding.tiers
         self.alias_params: dict[str, nn.Parameter] = {}  # in the same memory as the weight
-        if precision.master != precision.parameters and plan.is_primary_rank(state.world.rank):
+        rounds = precision.master != precision.parameters
+        if (rounds or tiers.steps_copies) and plan.is_primary_rank(state.world.rank):
             dtype = getattr(torch, precision.master)
             for name, weight in self._weights.items():
                 value = subject.initial_values[name] if name in subject.initial_values else weight.detach()
-                self._masters[name] = nn.Parameter(value.to(dtype, copy=True))
+                self._make_master(name, value, dtype, tiers)
+                if tiers.steps_copies:
+                    self._host_weights[name] = self._values[name]
+                    if rounds:
+                        self._host_weights[name] = state.host_memory.empty(weight.shape, weight.dtype, weight)
+                        self._host_weights[name].copy_(value)
         elif stashes:
             self.alias_params = {name: nn.Parameter(weight.data) for name, weight in self._weights.items()}
         self.weight_stash = WeightStash(self._weights if stashes else {}, self.alias_params)
@@ -65,18 +78,74 @@ class MasterWeights:
     @property
     def nbytes(self) -> int:
         """The bytes of the masters."""
-        return sum(master.nbytes for master in self._masters.values())
+        return sum(values.nbytes for values in self._values.values())
+
+    @property
+    def rounded_nbytes(self) -> int:
+        """The bytes of stepped weights on the host that are not the masters."""
+        return sum(each.nbytes for name, each in self._host_weights.items() if each is not self._values[name])
+
+    @property
+    def host_gradient_nbytes(self) -> int:
+        """The bytes of the gradients that were copied to the host."""
+        return sum(gradient.nbytes for gradient in self._host_gradients.values())
+
+    def _make_master(self, name: str, value: torch.Tensor, dtype: torch.dtype, tiers: MemoryTiers) -> None:
+        if tiers.optimizer_states == "device":
+            self._values[name] = value.to(dtype, copy=True)
+        else:
+            self._values[name] = self._state.host_memory.empty(
+                value.shape, dtype, self._weights[name].detach()
+            )
+            self._values[name].copy_(value)
+        rests = tiers.optimizer_states != tiers.step
+        self._masters[name] = nn.Parameter(
+            without_memory(value.shape, dtype, self._weights[name].detach()) if rests else self._values[name]
+        )
+
+    def master(self, name: str) -> torch.Tensor | None:
+        """Returns the master of the weight `name`, wherever it rests; None without one."""
+        return self._values.get(name)
+
+    def move_master(self, name: str, master: torch.Tensor, *, is_fetched: bool) -> None:
+        """Makes `master` that of the weight `name`: `is_fetched` to be stepped, else to rest elsewhere."""
+        self._values[name] = master
+        weight = self._weights[name].detach()
+        self._masters[name].data = (
+            master if is_fetched else without_memory(master.shape, master.dtype, weight)
+        )
+
+    def grads_to_host(self, names: Iterable[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the copies to make, (target, source), of the gradients of `names` to the host, where the
+        optimizer reads them; zeros where backward did not reach a weight.
+        """
+        pairs = []
+        for name in (name for name in names if name in self._host_weights):
+            weight, master = self._weights[name], self._masters[name]
+            if name not in self._host_gradients:
+                self._host_gradients[name] = self._state.host_memory.empty(
+                    weight.shape, weight.dtype, weight.detach()
+                )
+            target = self._host_gradients[name]
+            pairs.append((target, torch.zeros_like(weight) if weight.grad is None else weight.grad))
+            master.grad = target if target.dtype == master.dtype else None
+        return pairs
+
+    def weights_to_device(self, names: Iterable[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the copies to make of the weights that the host has stepped to the device."""
+        stepped = (name for name in names if name in self._host_weights)
+        return [(self._weights[name].data, self._host_weights[name]) for name in stepped]
 
     def exact_value(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Returns the value of `weight` in the widest dtype: its master's, or its own."""
-        return self._masters.get(name, weight).detach()
+        return self._values.get(name, weight).detach()
 
     @torch.no_grad()
     def load_values(self, name: str, weight: torch.Tensor, values: torch.Tensor) -> None:
         """Copies `values` into `weight`, and into its master if it has one, each in its own dtype."""
-        weight.copy_(values)
-        if name in self._masters:
-            self._masters[name].copy_(values)
+        for target in (weight, self._values.get(name), self._host_weights.get(name)):
+            if target is not None:
+                target.copy_(values)
 
     def assign_alias_grads(self) -> None:
         """Gives each alias of a weight that weight's gradient; zeros where backward did not reach it."""
@@ -88,7 +157,7 @@ class MasterWeights:
         """Yields the stepped parameters, one parameter group at a time."""
         stepped = self.optimizer_params
         for names in self._group_names:
-            gradients = tuple(self._weights[name].grad for name in names)
+            gradients = tuple(self._host_gradients.get(name, self._weights[name].grad) for name in names)
             yield UpdateGroup(
                 tuple(stepped[name] for name in names),
                 gradients,
@@ -99,5 +168,6 @@ class MasterWeights:
     def _round_masters(self, names: list[str]) -> None:
         rounded = [name for name in names if name in self._masters]
         if rounded:  # `data`: graphs that have met an older version see no write
-            weights = [self._weights[name].data for name in rounded]
-            torch._foreach_copy_(weights, [self._masters[name] for name in rounded])
+            weights = [self._host_weights.get(name, self._weights[name].data) for name in rounded]
+            if weights[0] is not self._values[rounded[0]]:
+                torch._foreach_copy_(weights, [self._values[name] for name in rounded])

@@ -5,6 +5,7 @@ rank_state                      the state of a rank in a step, the trained modul
 grad_bucket                     gradients of several parameters in one buffer
 microbatches                    a rank's batch, split into microbatches
 async_copies                    copies between host and device that the host does not wait for
+host_memory                     memory of the host, and copies between it and the device
 mixed_precision                 the float16 loss scale, gradient norms, dtype checks
 loss_guard                      detection of loss spikes and of steps that are not finite
 comm_groups                     the process groups of a plan

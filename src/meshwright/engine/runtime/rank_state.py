@@ -12,6 +12,7 @@ from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.grad_bucket import GradBucket
+from meshwright.engine.runtime.host_memory import HostMemory
 from meshwright.engine.runtime.loss_guard import LossSpike, SpikeDetector
 from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.optim.make_optimizers import Optimizers
     from meshwright.engine.optim.optimizer_step import OptimizerUpdate
     from meshwright.engine.params.flat_param_store import FlatParamStore
+    from meshwright.engine.params.offloaded_states import OffloadedStates
     from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
@@ -238,10 +240,12 @@ class RankState:
     current_action: str = ""  # the ledger name of collectives inside a block
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     copies: DeviceCopies = field(init=False)
+    host_memory: HostMemory = field(init=False)
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
     flat_params: "FlatParamStore" = field(init=False)
     optimizers: "Optimizers" = field(init=False)
+    offloaded: "OffloadedStates" = field(init=False)
     collectives: "BlockCollectives" = field(init=False)
     patches: ModulePatches = field(init=False)
     strategy_tensors: "StrategyTensors" = field(init=False)
@@ -257,6 +261,7 @@ class RankState:
     def __post_init__(self) -> None:
         self._sends: dict[str, Work] = {}
         self.copies = DeviceCopies(self.world.device)
+        self.host_memory = HostMemory(self.world.device, self.world.ledger)
         self.step = StepState.on_device(self.world.device)
 
     def begin_step(self, number: int) -> None:

@@ -6,6 +6,7 @@ from math import isfinite
 
 import torch
 
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.engine.forward_backward.graph_cut_check import check_gradient_paths
 from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
@@ -168,6 +169,8 @@ class ActionHandlers:
             )
         if state.step.updates:
             state.update.step(action.tensors if action.subject else None)
+        if action.starts_work:  # on the host, where it has ended with this call
+            state.issue(action, CompletedWork())
         if action.name != self._last_steps[action.microbatch]:
             return
         self._end_update()

@@ -49,6 +49,7 @@ from meshwright.engine.optim.sharded_state_dict import (
     optimizer_state_dict,
 )
 from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.params.offloaded_states import OffloadedStates
 from meshwright.engine.params.unshard_forward_hooks import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
 from meshwright.engine.runtime.cpu_allocator import trim_heap
@@ -72,6 +73,7 @@ from meshwright.engine.step.strategy_tensors import StrategyTensors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
@@ -112,6 +114,7 @@ class StepExecutor:
             {weight.name: weight for weight in plan.model_spec.trainable},
             plan.view.shard_alignments,
         )
+        state.offloaded = OffloadedStates(state)
         self.lr_schedule = make_lr_schedule(plan.job, state.optimizers, lr_scheduler)
         self._initial_group_numbers = param_group_numbers(state.optimizers)
         state.collectives = BlockCollectives(state)
@@ -318,9 +321,9 @@ class StepExecutor:
             )
             return {name: gradient / self.state.update.loss_scale_value for name, gradient in full_values}
 
-    def memory_by_category(self) -> dict[str, int]:
+    def memory_by_category(self, tier: MemoryTier = "device") -> dict[str, int]:
         """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""
-        return memory_by_category(self.state)
+        return memory_by_category(self.state, tier)
 
     def close(self) -> None:
         """Restores the module's own forwards."""

@@ -1,19 +1,37 @@
-"""The bytes that one rank holds for the model, by category."""
+"""The bytes that one rank holds for the model in a memory tier, by category."""
 
 import torch
 
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 
 
-def memory_by_category(state: RankState) -> dict[str, int]:
-    """Returns bytes by category: parameters, gradients, optimizer_states, buckets; master and strategy_states
-    if any.
+def memory_by_category(state: RankState, tier: MemoryTier = "device") -> dict[str, int]:
+    """Returns bytes in `tier` by category: parameters, gradients, optimizer_states, buckets; master and
+    strategy_states if any.
 
     A gradient that is a view of a bucket counts there. Gradients exist from a backward to the optimizer's
     step. Buckets include all buffers for messages.
     """
-    flat_params = state.flat_params
-    buckets, sharded = state.buckets.values(), flat_params.memory_by_category()
+    flat_params, tiers = state.flat_params, state.plan.sharding.tiers
+    sharded, state_nbytes = flat_params.memory_by_category(), 0
+    if tiers.optimizer_states == tier:
+        kept_states = (each for optimizer in state.optimizers for each in optimizer.state.values())
+        values = (value for each in kept_states for value in each.values())
+        state_nbytes = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    else:
+        sharded["master"] = 0
+    update_nbytes = state.update.nbytes if tiers.step == tier else 0
+    if tier == "host":
+        each_flat, masters = flat_params.by_param_group.values(), flat_params.master_weights
+        return {
+            "parameters": sum(each.rounded_nbytes for each in each_flat) + masters.rounded_nbytes,
+            "gradients": sum(each.host_gradient_nbytes for each in each_flat) + masters.host_gradient_nbytes,
+            "master": sharded["master"],
+            "optimizer_states": state_nbytes,
+            "buckets": update_nbytes,
+        }
+    buckets = state.buckets.values()
     in_bucket = {
         name
         for bucket in buckets
@@ -24,10 +42,6 @@ def memory_by_category(state: RankState) -> dict[str, int]:
         name: p for name, p in state.trained_module.parameters.items() if not flat_params.is_flattened(name)
     }
     without_bucket = (p for name, p in unsharded.items() if p.requires_grad and name not in in_bucket)
-    states = [param_state for optimizer in state.optimizers for param_state in optimizer.state.values()]
-    state_tensors = [
-        value for param_state in states for value in param_state.values() if isinstance(value, torch.Tensor)
-    ]
     nbytes = state.strategy_tensors.nbytes
     kept = {"strategy_states": nbytes} if nbytes else {}
     masters = {"master": sharded["master"]} if sharded["master"] else {}
@@ -37,9 +51,7 @@ def memory_by_category(state: RankState) -> dict[str, int]:
         | {
             "parameters": sum(parameter.nbytes for parameter in unsharded.values()) + sharded["parameters"],
             "gradients": sum(parameter.nbytes for parameter in without_bucket) + sharded["gradients"],
-            "optimizer_states": sum(state_tensor.nbytes for state_tensor in state_tensors),
-            "buckets": sum(bucket.buffer.nbytes for bucket in buckets)
-            + sharded["buffers"]
-            + state.update.nbytes,
+            "optimizer_states": state_nbytes,
+            "buckets": sum(bucket.buffer.nbytes for bucket in buckets) + sharded["buffers"] + update_nbytes,
         }
     )

@@ -60,11 +60,11 @@ class LiveMemoryTracker(TorchDispatchMode):
         self.ops.append(func._overloadpacket)
         return out
 
-    def count_existing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts storages that were made before the tracker was active."""
+    def count_existing(self, tensors: Iterable[torch.Tensor]) -> LinearInSamples:
+        """Counts storages that were made before the tracker was active, and returns the live bytes."""
         for tensor in tensors:
             self._add_storage(tensor)
-        self.reset_log()
+        return self.reset_log()
 
     @property
     def live_bytes(self) -> LinearInSamples:

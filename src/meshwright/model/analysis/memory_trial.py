@@ -122,8 +122,7 @@ class _MemoryMeasurement:
         }
         inputs = {key: value for key, value in batch.items() if key not in self._trial.loss.targets}
         rng, tracker = StatelessRNG(seed=0), self._tracker
-        tracker.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
-        start = tracker.live_bytes
+        start = tracker.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
 
         def before_block(block_call: str) -> None:
             rng.enter_block(block_call)
@@ -152,9 +151,7 @@ class _MemoryMeasurement:
                         before_block, lambda: self._module(**inputs), after_block
                     )
                 glue = tracker.reset_log() - start
-                outputs_bytes = {
-                    name: self._output_bytes(block_call) for name, block_call in passed.block_calls.items()
-                }
+                outputs_bytes = {name: self._output_bytes(call) for name, call in passed.block_calls.items()}
                 self._in_backward = True
                 with self._op_counter.section("loss"):
                     loss_bytes = self._loss_bytes(outputs, batch, closing)
@@ -167,7 +164,7 @@ class _MemoryMeasurement:
         for name, stream in outputs_bytes.items():
             glue_outputs.append(self._bytes_before[name] - start - own_bytes)
             inside = self._state_after[name][0] - self._bytes_before[name] - stream
-            own_bytes = own_bytes + stream + inside
+            own_bytes += stream + inside
             block_memory.append(BlockMemory(name, stream, inside, *backward_bytes[name]))
         return ModelMemory(
             tuple(block_memory),

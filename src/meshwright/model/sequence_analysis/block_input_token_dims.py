@@ -6,8 +6,9 @@ trial.
     first attention input    of a model without token inputs: tokens start with its [samples, tokens, width]
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -30,10 +31,15 @@ from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import opaque_tensors, tree_tensors, value_leaves
 from meshwright.nn.experts import Experts
-from meshwright.nn.mixture_of_experts import MixtureOfExperts
+from meshwright.nn.mixture_of_experts import ExpertRows, MixtureOfExperts
 from meshwright.nn.routing.capacity import SAMPLE, GroupRouting
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionMaskSpec,
+    AttentionSpec,
+    GatheredValue,
+    SampleGather,
+)
 
 LENGTH_ARGUMENT = "gets the number of tokens as an argument: a rank has some of them, so use their shape"
 
@@ -48,7 +54,7 @@ class TracedBlockCall:
     calls_attention: bool = False
     attends_elsewhere: bool = False  # it attends to a tensor without tokens
     finished_modules: list[str] = field(default_factory=list)  # modules that have returned
-    num_open_experts: int = 0  # number of experts that run; their operations are not checked
+    num_unchecked: int = 0  # open modules whose operations are not checked: experts, and WholeSamples
     leaks_tokens: bool = False  # tokens leave the block other than through its outputs
     # length of the inputs of inner modules
     module_num_tokens: dict[str, int] = field(default_factory=dict)
@@ -269,21 +275,42 @@ def note_module_call(
         block_call.module_num_tokens |= {name: min(inputs_found)} if len(inputs_found) == 1 else {}
 
 
-SHARES_CAPACITY = "shares the capacity of experts among the tokens of a sample"
-
-
 def computes_per_token(experts: nn.Module) -> bool:
     """Returns whether these experts treat each token by itself, although they sort the rows of all tokens or
     run differently in a trial.
     """
-    return isinstance(experts, Experts) or type(experts).__module__.startswith("transformers.")
+    is_ours = isinstance(experts, (Experts, ExpertRows))
+    return is_ours or type(experts).__module__.startswith("transformers.")
 
 
-def group_by_sample(module: nn.Module) -> bool:
-    """Returns whether `module` is a mixture of experts with capacity; its groups become whole samples, which
-    may have any length in a trial.
+def group_by_sample(module: nn.Module) -> None:
+    """Makes the groups of `module`, if it is a mixture of experts with capacity, whole samples, which may
+    have any length in a trial.
     """
-    if not isinstance(module, MixtureOfExperts) or not isinstance(module.routing, GroupRouting):
-        return False
-    module.routing = replace(module.routing, group_tokens=SAMPLE)
-    return True
+    if isinstance(module, MixtureOfExperts) and isinstance(module.routing, GroupRouting):
+        module.routing = replace(module.routing, group_tokens=SAMPLE)
+
+
+def describe_sample_gather(
+    block_call: TracedBlockCall, values: Iterable[torch.Tensor], trial_lengths: TrialLengths
+) -> SampleGather | str:
+    """Returns the spec of a call of `WholeSamples` with `values`, without its place among attention calls;
+    or why it cannot be gathered.
+    """
+    given, lengths = [*values], set[int]()
+    for each in given:
+        lengths.add(trial_lengths.planned_lengths.get(each.shape[1], 0) if each.ndim > 1 else 0)
+        if find_token_dims(each, trial_lengths.prime_product) != (1,):
+            lengths.add(0)
+    if len(lengths) != 1 or 0 in lengths:
+        return "computes of whole samples what is not [samples, tokens, ..]"
+    return SampleGather(
+        block_call.name,
+        block_call.open_modules[-1][0],
+        lengths.pop(),
+        tuple(
+            GatheredValue(prod(each.shape[2:]), each.is_floating_point(), each.requires_grad)
+            for each in given
+        ),
+        prior_layers=tuple(block_call.finished_modules),
+    )

@@ -38,12 +38,12 @@ from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.hf.declared_tp_plan import sdpa_advice
 from meshwright.model.recording.op_table import reads_values
 from meshwright.model.sequence_analysis.block_input_token_dims import (
-    SHARES_CAPACITY,
     BlockInputs,
     TracedBlockCall,
     analyze_block_inputs,
     computes_per_token,
     describe_attention_call,
+    describe_sample_gather,
     describe_shape,
     group_by_sample,
     is_unrelated_to_tokens,
@@ -69,6 +69,8 @@ from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
+from meshwright.nn.mixture_of_experts import ExpertRows
+from meshwright.nn.whole_samples import WholeSamples
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
 from meshwright.plan.model_spec.sequence_info import (
@@ -76,6 +78,7 @@ from meshwright.plan.model_spec.sequence_info import (
     BlockSequenceInfo,
     CapturedTokens,
     ConvSpec,
+    SampleGather,
 )
 
 
@@ -95,6 +98,7 @@ class BlockTrace(TorchFunctionMode):
     block_calls: dict[str, BlockSequenceInfo] = field(default_factory=dict)
     attention_calls: list[AttentionSpec] = field(default_factory=list)
     conv_calls: list[ConvSpec] = field(default_factory=list)
+    sample_gathers: list[SampleGather] = field(default_factory=list)
     reads_values: bool = False  # glue reads values of tensors
     has_untracked_writes: bool = False  # glue may write to memory that no hook sees
     ops: dict[str, list[ComputedOp]] = field(default_factory=dict)
@@ -148,9 +152,10 @@ class BlockTrace(TorchFunctionMode):
         for name, part in self.module.named_modules():
             group_by_sample(part)
             if id(part) in inner_ids:
-                is_expert = name in experts and computes_per_token(part)
-                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, is_expert)))
-                handles.append(part.register_forward_hook(partial(self._leave_module, is_expert)))
+                is_expert = name in experts or isinstance(part, ExpertRows)
+                unchecked = isinstance(part, WholeSamples) or (is_expert and computes_per_token(part))
+                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, unchecked)))
+                handles.append(part.register_forward_hook(partial(self._leave_module, unchecked)))
         for name, block in self.blocks.items():
             block.forward = partial(self._run_block, name, block, block.forward)
         try:
@@ -176,13 +181,13 @@ class BlockTrace(TorchFunctionMode):
             self._gathered_tensors.check_write(func.__name__, args, kwargs)
             return result
         name = function_title(func).removesuffix(" of").strip("_")
-        if not block_call.num_open_experts:
+        if not block_call.num_unchecked:
             self.ops.setdefault(block_call.name, []).append(
                 ComputedOp.from_call(block_call.open_modules[-1][0], name, args, kwargs)
             )
         if func is F.scaled_dot_product_attention:
             self._note_attention(block_call, SDPAArguments(*args, **kwargs), result)
-        elif not block_call.num_open_experts:
+        elif not block_call.num_unchecked:
             op = TokenOp(name, args, kwargs, tree_tensors(result), self.token_layouts, self.prime_product)
             block_call.reads_tokens = block_call.reads_tokens or bool(
                 op.results
@@ -285,7 +290,8 @@ class BlockTrace(TorchFunctionMode):
         self.gathers.leave_block(block_call.name, passed_on, is_replicated=block_info.is_replicated)
         expose_captured(side_channels, local, self._planned_shard)
         if not captured:
-            specs = self.attention_calls, self.conv_calls, self.ops.get(block_call.name, [])
+            calls = self.attention_calls, self.conv_calls, self.sample_gathers
+            specs = calls, self.ops.get(block_call.name, [])
             values = original, (args, kwargs), outputs
             self._traces.add(key, block_call, block_info, specs, values, self.token_layouts)
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
@@ -300,6 +306,7 @@ class BlockTrace(TorchFunctionMode):
         name = trace.block_call.name
         self.attention_calls += trace.attention_calls
         self.conv_calls += trace.conv_calls
+        self.sample_gathers += trace.sample_gathers
         if trace.ops:
             self.ops[name] = trace.ops
         outputs = trace.make_outputs(given, self.token_layouts, self.fake_mode)
@@ -351,6 +358,8 @@ class BlockTrace(TorchFunctionMode):
             block_info = try_replicated(block_info, outputs, block_inputs, self.trial_lengths)
         if not block_info.not_sequence_parallel:
             self.conv_calls = [each for each in self.conv_calls if each.block_call != block_call.name]
+            gathers = self.sample_gathers
+            self.sample_gathers = [each for each in gathers if each.block_call != block_call.name]
         return block_info
 
     def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
@@ -436,15 +445,24 @@ class BlockTrace(TorchFunctionMode):
         )
         return reason
 
-    def _enter_module(self, name: str, is_expert: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _note_sample_gather(self, block_call: TracedBlockCall, args: tuple[Any, ...]) -> None:
+        found = describe_sample_gather(block_call, tree_tensors(args), self.trial_lengths)
+        if isinstance(found, str):
+            self._note(block_call, found)
+            return
+        attended = sum(each.block_call == block_call.name for each in self.attention_calls)
+        self.sample_gathers.append(replace(found, num_prior_attention_calls=attended))
+
+    def _enter_module(self, name: str, unchecked: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._block_call is not None:
             note_module_call(self._block_call, name, args, self.trial_lengths)
             self._block_call.open_modules.append((name, module))
-            self._block_call.num_open_experts += is_expert
-            self._note(self._block_call, SHARES_CAPACITY if group_by_sample(module) else "")
+            self._block_call.num_unchecked += unchecked
+            if isinstance(module, WholeSamples):
+                self._note_sample_gather(self._block_call, args)
 
-    def _leave_module(self, is_expert: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends a module inside a block; outputs of experts have tokens like their inputs."""
+    def _leave_module(self, unchecked: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends a module inside a block; outputs of one that is not checked have tokens like its inputs."""
         if (
             self._block_call is None
             or not self._block_call.open_modules
@@ -452,8 +470,8 @@ class BlockTrace(TorchFunctionMode):
         ):
             return
         self._block_call.finished_modules.append(self._block_call.open_modules.pop()[0])
-        self._block_call.num_open_experts -= is_expert
-        for each in tree_tensors(output) if is_expert else ():
+        self._block_call.num_unchecked -= unchecked
+        for each in tree_tensors(output) if unchecked else ():
             dims = find_token_dims(each, self.prime_product)
             if dims:
                 self.token_layouts[each] = SHARDED

@@ -18,7 +18,8 @@ Paper: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
+from math import ceil, inf
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -70,8 +71,8 @@ def expected_pairs(call: ExpertsCall, num_tokens: int, num_ranks: int, num_local
 
 
 def chunk_size(expected: float, checkpoint_load: float) -> int:
-    """Returns how many pairs a rank computes at once, if it expects so many."""
-    return max(1, ceil(expected * checkpoint_load))
+    """Returns how many pairs a rank computes at once, if it expects so many; all with an infinite load."""
+    return maxsize if checkpoint_load == inf else max(1, ceil(expected * checkpoint_load))
 
 
 def add_in_chunks(

@@ -11,8 +11,9 @@ Ranks tell each other how many rows and how many pairs come. So every size is kn
 host, which waits for a GPU there and nowhere else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import comb
 from typing import Any
 
@@ -34,6 +35,7 @@ from meshwright.parallel.expert.chunked_experts import (
 from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.strategy_interface import Runtime
 
 COUNT_DTYPE, NUM_COUNTS = "int64", 2  # of what a rank tells each other rank: rows, and their pairs
@@ -49,20 +51,45 @@ def index_dtype(weights: torch.dtype) -> str:
     return f"int{8 * weights.itemsize}"
 
 
-def expected_rows(call: ExpertsCall, num_tokens: int, num_ranks: int, index: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """The ranks that have the experts of a layer: `num_ranks` to which rows travel, each `num_summed` times.
+
+    Rows travel to ranks of the same `summed_index` alone; what these ranks compute is summed afterwards.
+    """
+
+    num_experts: int
+    num_ranks: int
+    num_summed: int = 1
+    summed_index: int = 0
+
+    @property
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """The experts of all ranks, those that are summed next to each other."""
+        return expert_ranges(self.num_experts, self.num_ranks * self.num_summed)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The experts of each rank to which rows of this one travel."""
+        return self.all_ranges[self.summed_index :: self.num_summed]
+
+
+def expected_rows(
+    call: ExpertsCall, places: ExpertPlaces, tokens_by_rank: Sequence[int], index: int
+) -> tuple[int, int]:
     """Returns how many rows the rank at `index` sends and receives if all experts are chosen alike.
 
-    Each rank has `num_tokens` tokens. A token goes to a rank if at least one of its k experts is there.
+    A token goes to a rank if at least one of its k experts is there.
     """
-    reached = reached_shares(call, num_ranks)
+    reached, own = reached_shares(call, places), tokens_by_rank[index]
     sent = sum(share for rank, share in enumerate(reached) if rank != index)
-    return round(num_tokens * sent), round(num_tokens * (num_ranks - 1) * reached[index])
+    return round(own * sent), round((sum(tokens_by_rank) - own) * reached[index])
 
 
-def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
+def reached_shares(call: ExpertsCall, places: ExpertPlaces) -> list[float]:
     """Returns for each rank the share of tokens that have an expert there, if all are chosen alike."""
     number, chosen = call.num_experts, call.top_k
-    sizes = [end - first for first, end in expert_ranges(number, num_ranks)]
+    sizes = (end - first for first, end in places.ranges)
     return [1 - comb(number - size, chosen) / comb(number, chosen) for size in sizes]
 
 
@@ -72,28 +99,39 @@ def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple
     return f"rows to experts{of}", f"rows from tokens{of}"
 
 
-class ExpertDispatch:
-    """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
+def call_position(call: ExpertsCall, view: RankView) -> float:
+    """Returns the position of the call among the collectives of sharded layers in its block."""
+    before = [
+        at
+        for at, layer in enumerate(view.model_spec.layer_calls)
+        if layer.block_call == call.block_call and layer.name in call.prior_layers
+    ]
+    return max(before, default=-1) + 0.5
 
-    `microbatches` are those of the planned actions, by name. A rank with more than `checkpoint_load` times
-    the pairs that it expects computes them in chunks.
+
+class ExpertDispatch:
+    """Runs the `number`-th call of experts in its block call, with those of this rank.
+
+    Rows travel along `axes`, which may be none: then nothing is computed in chunks. `microbatches` are those
+    of the planned actions, by name. A rank with more than `checkpoint_load` times the pairs that it expects
+    computes them in chunks.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        axis: str,
+        axes: tuple[str, ...],
         call: ExpertsCall,
+        places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
         checkpoint_load: float,
     ) -> None:
         state = runtime.state
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
-        self._group: Group = state.world.group((axis,))
-        self._ranges = expert_ranges(call.num_experts, self._group.size)
-        self._first, self._end = self._ranges[self._group.index]
-        self._checkpoint_load = checkpoint_load
+        self._group: Group = state.world.group(axes)
+        self._places, self._checkpoint_load = places, checkpoint_load
+        self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
         self._dtype = getattr(torch, precision.compute)
@@ -118,6 +156,8 @@ class ExpertDispatch:
             with _with_num_experts(self._module, self.num_local_experts):
                 return forward(*positional, **named)
 
+        if self._group.size == 1:  # all ranks have all tokens
+            return self._add_own_pairs(compute, hidden, index, weights).to(hidden.dtype)
         away, route, (num_own, num_arriving) = self._find_route(index)
         self._record_counts(route)
         rows, row_weights, row_index = send_rows(
@@ -150,6 +190,27 @@ class ExpertDispatch:
         (returned,) = send_rows(route.adjoint, self._action_name, sums.to(self._dtype))
         return total.index_add_(0, away, returned.to(total.dtype)).to(hidden.dtype)
 
+    def _add_own_pairs(
+        self,
+        compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns for each token the sum of its experts here, weighted."""
+        if isinstance(index, FakeTensor):
+            number = index.numel() * self.num_local_experts // self._call.num_experts
+        else:
+            number = int(((index >= self._first) & (index < self._end)).sum())
+        own = self._pairs_here(index, number)
+        outputs = self._compute(
+            compute,
+            hidden.index_select(0, own.row),
+            own.expert.to(index.dtype),
+            weights.flatten().index_select(0, own.choice),
+        )
+        return outputs.new_zeros(hidden.shape).index_add_(0, own.row, outputs)
+
     def _action_name(self) -> str:
         return self._state.current_action
 
@@ -177,10 +238,14 @@ class ExpertDispatch:
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         if self._firsts is None:
-            self._firsts = index_tensor([first for first, _ in self._ranges[1:]], index.device)
+            self._firsts = index_tensor([first for first, _ in self._places.all_ranges[1:]], index.device)
         size, here = self._group.size, self._group.index
         nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
-        rank = torch.bucketize(index.contiguous(), self._firsts, right=True).masked_fill(nowhere, size)
+        rank = torch.bucketize(index.contiguous(), self._firsts, right=True)
+        if self._places.num_summed > 1:  # others send the token to the experts of the ranks that are summed
+            nowhere |= rank % self._places.num_summed != self._places.summed_index
+            rank = rank.div(self._places.num_summed, rounding_mode="floor")
+        rank = rank.masked_fill(nowhere, size)
         reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
         reached.t().scatter_(1, rank, value=True)
         num_pairs = rank.new_zeros(size + 1).scatter_add_(0, rank.flatten(), torch.ones_like(rank).flatten())
@@ -195,7 +260,7 @@ class ExpertDispatch:
     def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
         size, here = self._group.size, self._group.index
-        sent = [round(len(index) * share) for share in reached_shares(self._call, size)]
+        sent = [round(len(index) * share) for share in reached_shares(self._call, self._places)]
         counts = index.new_zeros(size, NUM_COUNTS)
         self._group.all_to_all(torch.empty_like(counts), counts, action=self._action_name()).wait()
         num_pairs = index.numel() * self.num_local_experts // self._call.num_experts

@@ -9,22 +9,21 @@
 
 A row that arrives lies in the message and in each of its pairs. Pairs that are computed in chunks
 (chunked_experts.py) save nothing but the rows. Sums that return are saved.
-Limits: where the trial could not measure experts (in float64, which is for comparisons), a plan counts what
-one device saves.
+Limits: experts of the dense form (Llama 4) compute all pairs at once. Where the trial could not measure
+experts (in float64, which is for comparisons), a plan counts what one device saves.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil
+from math import ceil, inf
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.parallel.expert.chunked_experts import chunk_size, expected_pairs, pair_counts
-from meshwright.parallel.expert.dispatch import count_names, expected_rows
+from meshwright.parallel.expert.dispatch import count_names
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.model_spec.op_sizes_and_memory import AroundExperts, ExpertsMemory, LinearInSamples
-from meshwright.plan.sharding.expert_load import expert_ranges
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.memory.block_call_memory import (
     block_memories,
@@ -44,6 +43,34 @@ from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS, sample
 
 POSITION_NBYTES = 8  # of the number of a row or of an expert: int64
 WHOLE = Fraction(1)
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """The `number`-th call of experts in its block call on a rank with `num_local` of the experts.
+
+    It has `tokens`, as each of `num_ranks` ranks has. `sent` and `received` are each the rows that are
+    expected, and the most.
+    """
+
+    call: ExpertsCall
+    number: int
+    num_ranks: int
+    num_local: int
+    tokens: int
+    sent: tuple[int, int]
+    received: tuple[int, int]
+
+    @property
+    def expected_pairs(self) -> float:
+        """The pairs that are expected if all experts are chosen alike."""
+        return expected_pairs(self.call.routed, self.tokens, self.num_ranks, self.num_local)
+
+    @property
+    def max_pairs(self) -> int:
+        """The most pairs: all tokens choose as many experts of the rank as they can."""
+        rows = max(self.tokens, self.received[1] // max(1, self.num_ranks - 1)) + self.received[1]
+        return max(int(self.expected_pairs), rows * min(self.call.routed.top_k, self.num_local))
 
 
 @dataclass(frozen=True)
@@ -170,7 +197,7 @@ class _BlockExperts:
             max(accumulated, self._scratch(new_grads, at_most=at_most)) for at_most in (False, True)
         )
         memory, few, many = self.calls[0]
-        more_pairs = many.pairs - few.pairs
+        more_pairs = many.pairs - (0 if many.padded > 1 else few.pairs)
         each = ceil(max(0, most - expected) / more_pairs) if more_pairs else 0
         counts = pair_counts(memory.call, memory.number, action.microbatch)
         size = RuntimeSize(counts.more_pairs, each, 0, more_pairs)
@@ -212,20 +239,23 @@ class _BlockExperts:
         return quantity.signed_local_total(self.num_samples, fraction, self.fractions[2])
 
 
+def load_of_chunk(call: ExpertsCall, checkpoint_load: float) -> float:
+    """Returns the load beyond which `call` computes in chunks; in the dense form a rank cannot know it, since
+    it does not know how many rows others have.
+    """
+    return checkpoint_load if call.form == "choice" else inf
+
+
 def add_experts_memory(
     actions: Sequence[Action],
-    calls: Sequence[tuple[int, ExpertsCall]],
+    calls: Sequence[RoutedCall],
     view: RankView,
     job: Job,
-    axis: str,
     checkpoint_load: float,
 ) -> list[Action]:
-    """Returns `actions` of the rank of `view` with the memory of experts that lie on the ranks along `axis`.
-
-    `calls` are those of the model, each with its number in its block call.
-    """
+    """Returns `actions` of the rank of `view` with the memory of experts that lie on several ranks."""
     num_samples = samples_per_microbatch(actions, view.plan, job)
-    by_block_call = _block_experts(calls, view, job, axis, checkpoint_load, num_samples)
+    by_block_call = _block_experts(calls, view, job, checkpoint_load, num_samples)
     found, in_use = list[Action](), False
     for action in actions:
         if in_use and SCRATCH in action.frees:
@@ -238,69 +268,53 @@ def add_experts_memory(
 
 
 def _block_experts(
-    calls: Sequence[tuple[int, ExpertsCall]],
-    view: RankView,
-    job: Job,
-    axis: str,
-    checkpoint_load: float,
-    num_samples: int,
+    calls: Sequence[RoutedCall], view: RankView, job: Job, checkpoint_load: float, num_samples: int
 ) -> dict[str, _BlockExperts]:
     memory, found = view.model_spec.memory, dict[str, _BlockExperts]()
     modules = {} if memory is None else {each.name: each for each in memory.experts}
     weights = local_param_fractions(view) if modules else {}
     for block_call, block in block_memories(view.model_spec).items():
-        own = [(number, call) for number, call in calls if call.block_call == block_call]
-        known = own and view.model_spec.saved_numel and all(call.name in modules for _, call in own)
+        own = [each for each in calls if each.call.block_call == block_call]
+        known = own and view.model_spec.saved_numel and all(each.call.name in modules for each in own)
         if block.around_experts is None or not known:
             continue
-        loads = []
-        for number, call in own:
-            expected, most = _loads(call, view, axis, num_samples)
-            pairs = expected_pairs(
-                call.routed, expected.tokens, view.plan.mesh.size(axis), _num_local(call, view, axis)
-            )
-            chunk = chunk_size(pairs, checkpoint_load)
-            numel, fraction = _local_weights(call, view)
-            grad_nbytes = numel * DTYPE_NBYTES[job.precision.parameters]
-            sent_nbytes = call.hidden_size * DTYPE_NBYTES[job.precision.compute]
-            module = modules[call.name]
-            loads.append(
-                (
-                    _CallMemory(call.routed, number, module, chunk, fraction, grad_nbytes, sent_nbytes),
-                    expected,
-                    most,
-                )
-            )
         fractions = (
             saved_fraction(view, block_call),
             view.work_share.token_fraction(block_call),
             weights.get(block_call, WHOLE),
         )
+        loads = (
+            (_call_memory(each, modules[each.call.name], view, job, checkpoint_load), *_loads(each))
+            for each in own
+        )
         found[block_call] = _BlockExperts(block.around_experts, num_samples, fractions, tuple(loads))
     return found
 
 
-def _num_local(call: ExpertsCall, view: RankView, axis: str) -> int:
-    first, end = expert_ranges(call.num_experts, view.plan.mesh.size(axis))[view.coordinate[axis]]
-    return end - first
-
-
-def _loads(call: ExpertsCall, view: RankView, axis: str, num_samples: int) -> tuple[_Load, _Load]:
-    """Returns the load of `call` on the rank of `view` that is expected, and the largest one."""
-    routed, num_ranks, index = call.routed, view.plan.mesh.size(axis), view.coordinate[axis]
-    share = view.work_share.token_fraction(call.block_call, call.name)
-    tokens, num_local = int(routed.num_tokens * share) * num_samples, _num_local(call, view, axis)
-    sent, received = expected_rows(routed, tokens, num_ranks, index)
-    pairs = int(expected_pairs(routed, tokens, num_ranks, num_local))
-    expected = _Load(tokens, sent, received, pairs)
-    most = _Load(
-        tokens,
-        tokens * min(routed.top_k, num_ranks - 1),
-        tokens * (num_ranks - 1),
-        tokens * num_ranks * min(routed.top_k, num_local),
-        num_local if call.form == "dense" else 1,
+def _call_memory(
+    routed: RoutedCall, memory: ExpertsMemory, view: RankView, job: Job, checkpoint_load: float
+) -> _CallMemory:
+    call = routed.call
+    numel, fraction = _local_weights(call, view)
+    return _CallMemory(
+        call.routed,
+        routed.number,
+        memory,
+        chunk_size(routed.expected_pairs, load_of_chunk(call, checkpoint_load)),
+        fraction,
+        numel * DTYPE_NBYTES[job.precision.parameters],
+        call.hidden_size * DTYPE_NBYTES[job.precision.compute],
     )
-    return expected, most
+
+
+def _loads(routed: RoutedCall) -> tuple[_Load, _Load]:
+    """Returns the load of a call that is expected, and the largest one."""
+    padded = routed.num_local if routed.call.form == "dense" else 1
+    sent, received = routed.sent, routed.received
+    return (
+        _Load(routed.tokens, sent[0], received[0], int(routed.expected_pairs)),
+        _Load(routed.tokens, sent[1], received[1], routed.max_pairs, padded),
+    )
 
 
 def _local_weights(call: ExpertsCall, view: RankView) -> tuple[int, Fraction]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.hardware.streams import COPY, STREAMS, StreamName
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -46,7 +47,7 @@ class RuntimeSize:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of memory, by name, and its size in bytes on one rank.
+    """A piece of memory, by name, its size in bytes on one rank, and the tier that it lies in.
 
     If the data decides the size, `runtime_size` says how, and `nbytes` is what is expected.
     """
@@ -54,6 +55,7 @@ class Allocation:
     name: str
     nbytes: int
     runtime_size: RuntimeSize | None = None
+    tier: MemoryTier = "device"
 
     def __post_init__(self) -> None:
         _check_expected(self.nbytes, self.runtime_size)

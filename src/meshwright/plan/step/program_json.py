@@ -6,6 +6,7 @@ It leaves out the names of the parameters of an action: they are many, and the p
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS, MemoryTier
 from meshwright.plan.step.program import Action, Allocation, Program, Role, RuntimeSize, Transfer
 
 
@@ -42,7 +43,12 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
         "waits": list(action.waits),
         "flops": action.flops,
         "allocations": [
-            [allocation.name, allocation.nbytes, *_size_fields(allocation.runtime_size)]
+            [
+                allocation.name,
+                allocation.nbytes,
+                *_size_fields(allocation.runtime_size),
+                *([] if allocation.tier == "device" else [allocation.tier]),
+            ]
             for allocation in action.allocations
         ],
         "frees": list(action.frees),
@@ -110,9 +116,12 @@ def _action_from_dict(fields: Mapping[str, Any]) -> Action:
         waits=tuple(fields.get("waits", ())),
         transfer=None if transfer is None else _transfer_from_list(*transfer),
         flops=fields.get("flops", 0),
-        allocations=tuple(
-            Allocation(name, nbytes, *(RuntimeSize(*size) for size in sizes))
-            for name, nbytes, *sizes in fields.get("allocations", ())
-        ),
+        allocations=tuple(_allocation_from_list(*each) for each in fields.get("allocations", ())),
         frees=tuple(fields.get("frees", ())),
     )
+
+
+def _allocation_from_list(name: str, nbytes: int, *more: Any) -> Allocation:
+    sizes = [RuntimeSize(*each) for each in more if not isinstance(each, str)]
+    tier: MemoryTier = next((each for each in MEMORY_TIERS if each in more), "device")
+    return Allocation(name, nbytes, sizes[0] if sizes else None, tier)

@@ -68,11 +68,15 @@ KIND_TEXTS = {
     "GLOBAL_NORM": "sum squared norms of all shards",
     "REDUCE_TIED": "sum the gradients of tied parameters over stages",
     "GATHER_GRAD": "send gradient slices to their matrix owner",
+    "OFFLOAD_GRAD": "copy summed gradients to host memory",
     "CLIP": "gradient norm and clipping",
+    "FETCH_STATES": "copy optimizer states to the device",
     "STASH": "stash the current weights",
     "LOAD_STASHED": "load stashed weights into the model",
     "LOAD_LATEST": "load the latest weights into the model",
     "STEP": "optimizer step",
+    "OFFLOAD_STATES": "copy optimizer states back to host memory",
+    "FETCH_PARAM": "copy parameters to the device",
     "SCATTER_PARAM": "send updated slices to all ranks",
     "NOISE_SCALE": "estimate the gradient noise scale",
 }
@@ -80,6 +84,7 @@ KIND_TEXTS = {
 # kinds that are told apart by their subject
 KINDS_WITH_SUBJECT = (
     *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
+    *("OFFLOAD_GRAD", "FETCH_STATES", "STEP", "OFFLOAD_STATES", "FETCH_PARAM"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
@@ -217,6 +222,9 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
             sum(each.nbytes for action in run for each in action.transfers),
             "" if first.transfer else " inside the block",
         )
+        if not move.messages:
+            yield f"{'reads and writes' if first.stream == 'host' else 'copies'} {format_nbytes(nbytes)}"
+            continue
         yield (
             f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
             f"{', '.join(move.axes)} "

@@ -28,7 +28,7 @@ def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
     """
     nbytes_by_role = {}
     for role in plan.program.roles:
-        states = state_bytes(plan, role.ranks[0])
+        states = state_bytes(plan, role.ranks[0])  # of the device
         nbytes_by_role[role.name] = {
             "parameters": states.parameters,
             "optimizer_states": states.optimizer_states,
@@ -46,14 +46,17 @@ def states_text(plan: Plan) -> str:
         f"{name} {format_nbytes(nbytes)}" for name, nbytes in states.as_dict().items() if nbytes
     )
     which = f" on rank {rank}, the largest" if len(plan.program.roles) > 1 else ""
-    return f"{format_nbytes(states.total)}{which} ({parts})"
+    host_nbytes = state_bytes(plan, rank, "host").total
+    more = f", and {format_nbytes(host_nbytes)} in host memory" if host_nbytes else ""
+    return f"{format_nbytes(states.total)}{which} ({parts}){more}"
 
 
 def states_table(plan: Plan) -> Table:
     """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
 
     The peak includes activations: the most that is held at any moment of a step. If the data decides sizes,
-    it is the expected one, and the last row has the most of any step.
+    it is the expected one, and the last row has the most of any step. What rests in host memory has rows of
+    its own.
     """
     largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
@@ -67,6 +70,12 @@ def states_table(plan: Plan) -> Table:
     rows = {name: nbytes for name, nbytes in rows.items() if any(nbytes)}
     rows["total"] = [each.total for _, each in shown]
     rows["peak"] = [peak_nbytes(plan, rank) for rank, _ in shown]
+    on_host = [state_bytes(plan, rank, "host") for rank, _ in shown]
+    for name in StateBytes.__dataclass_fields__:
+        nbytes = [each.as_dict()[name] for each in on_host]
+        rows |= {f"host {name}": nbytes} if any(nbytes) else {}
+    if any(each.total for each in on_host):
+        rows["host total"] = [each.total for each in on_host]
     at_most = [peak_nbytes(plan, rank, at_most=True) for rank, _ in shown]
     if at_most != rows["peak"]:
         rows["peak, at most"] = at_most
@@ -165,7 +174,7 @@ def sent_table(plan: Plan) -> Table | None:
 
 
 def _total_in_bold(row: Sequence[object]) -> str:
-    return "bold" if row[0] == "total" else ""
+    return "bold" if row[0] in ("total", "host total") else ""
 
 
 def _transfer_text(transfer: Transfer) -> str:

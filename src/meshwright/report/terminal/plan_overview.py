@@ -179,6 +179,11 @@ class PlanOverview:
                 if (share := nbytes / total)
             ],
         )
+        on_host = peak_nbytes_by_category(self.plan, rank, "host")
+        if on_host:
+            texts = (f"{name.replace('_', ' ')} {format_nbytes(nbytes)}" for name, nbytes in on_host.items())
+            head = f"host memory {where}: {format_nbytes(sum(on_host.values()))}"
+            yield Text(f"{head} ({', '.join(texts)})", style="bold")
 
     def _sent_bars(self) -> Iterator[RenderableType]:
         rows = _sent_rows(self.plan)

@@ -4,4 +4,5 @@ Modules:
 
     memory_names         names of the memory that actions allocate and free
     block_call_memory    bytes of activations per block call on one rank
+    model_states         bytes of weights, masters and optimizer states per parameter group on one rank
 """

@@ -1,0 +1,211 @@
+"""Offload: optimizer states rest in host memory, and come to the device, or the host steps them itself.
+
+Why it works: the optimizer states are the largest part of what a rank holds (12 of 16 bytes per element in
+mixed precision), and a step reads and writes each of them once, in a known order, at its end. So they can
+rest in the larger memory of the host. Either the states of each parameter group pass through a few buffers on
+the device while its neighbours are stepped, or the CPU steps them where they rest, and only gradients and
+weights are copied. The arithmetic is that of the plan without offload: where the same kernels step, every bit
+is equal.
+
+    step_on = "device", prefetch = 1: groups 0, 1, 2, three buffers
+    copy_in    FETCH_STATES(0)  FETCH_STATES(1)  FETCH_STATES(2)
+    compute    LOCAL_NORM CLIP   STEP(0)          STEP(1)           STEP(2)
+    copy_out                      OFFLOAD_STATES(0) OFFLOAD_STATES(1) OFFLOAD_STATES(2)
+
+    step_on = "host"
+    copy_out   OFFLOAD_GRAD(0)  OFFLOAD_GRAD(1)
+    host                   CLIP  STEP(0)         STEP(1)
+    copy_in                               FETCH_PARAM(0)  FETCH_PARAM(1)
+
+    FETCH_STATES     copies optimizer states and masters of a group into a buffer on the device
+    OFFLOAD_STATES   copies them back after STEP, and frees the buffer
+    OFFLOAD_GRAD     copies the summed gradients of a group to the host
+    FETCH_PARAM      copies the stepped weights of a group to the device
+
+    copies of a rank per step, N elements stepped, bf16 weights and gradients, fp32 masters and Adam states:
+        device step  12 N in, 12 N out        host step  2 N out, 2 N in
+    device memory saved: 12 N, less prefetch + 2 buffers of the largest group for the device step
+    host memory: 12 N; for the host step also 2 N (gradients), 2 N (rounded weights), and a cast buffer
+
+`host_gb` bounds the host memory of each rank: a plan that needs more is refused before anything starts. In
+the first step of a run there are no optimizer states yet, so the device step copies the masters alone.
+Cost: the device step takes as long as the copies, if they are slower than what they overlap with; the host
+step takes what a CPU needs for Adam (torch's fused kernel, about 16 N + 12 N bytes of host memory traffic).
+Limits: an optimizer that reads whole matrices (Muon, Adafactor) is refused, and one that the caller makes; so
+are updates within a step (PipeDream) and data_parallel_master. Gradients and weights stay on the device
+between their uses.
+Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the host step); Rajbhandari et al.
+2021, "ZeRO-Infinity", arXiv 2104.07857 (section 5: streamed states).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from meshwright.plan.hardware.memory_tiers import MemoryTier, MemoryTiers
+from meshwright.plan.hardware.streams import COPY, StreamName
+from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
+from meshwright.plan.job.field_constraints import above, at_least
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.grad_dependencies import first_grad_reader
+from meshwright.plan.step.memory.model_states import GroupStates, cast_nbytes, group_states
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
+from meshwright.plan.step.single_device_program import step_by_group, stepped_microbatches
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+HOST_GB_FIX = "write the GB of host memory that each rank may use, or remove host_gb"
+
+
+@dataclass(frozen=True)
+class Offload(Strategy):
+    """Keeps optimizer states and masters in host memory; the device steps them in turn, or the host does.
+
+    `step_on` says who steps. The device fetches the states of `prefetch` groups ahead. Each rank may use
+    `host_gb` GB (2^30 bytes) of host memory; None: no bound.
+    """
+
+    name: ClassVar[str] = "offload"
+    phase: ClassVar[StrategyPhase] = "comm"
+    step_on: MemoryTier = "device"
+    prefetch: int = field(default=1, metadata=at_least(0))
+    host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        where = "strategies.offload"
+        if self.step_on == "host" and self.prefetch != 1:
+            text = "prefetch is for states that the device steps, and the host steps them"
+            yield Diagnostic(text, 'remove prefetch, or set step_on = "device"', where)
+        matrix = [each for each in sharding.param_shardings if each.shard_alignment == "matrix"]
+        if any(each.param.trainable for each in matrix):
+            text = f"the optimizer of {matrix[0].param.name} reads whole matrices, and states move in pieces"
+            fix = 'use an optimizer of elements (optimizer.name = "adamw"), or remove offload'
+            yield Diagnostic(text, fix, where)
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        if sharding.primary_rank_axes:
+            text = "one rank updates for all others (data_parallel_master), and its states are not offloaded"
+            yield Diagnostic(text, "use ddp or zero in place of data_parallel_master", "strategies.offload")
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return replace(sharding, tiers=MemoryTiers(optimizer_states="host", step=self.step_on))
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        states = {each.name: each for each in group_states(job, view)}
+        insert = _stream_states if self.step_on == "device" else _step_on_host
+        edited = program.edit(lambda actions: insert(self, actions, view, states))
+        self._check_host_memory(edited, states, job)
+        return edited
+
+    def _check_host_memory(self, program: Program, states: Mapping[str, GroupStates], job: Job) -> None:
+        """Raises PlanError if the rank needs more host memory than it may use."""
+        needed = sum(each.master_nbytes + each.state_nbytes + each.rounded_nbytes for each in states.values())
+        buffers = {
+            each.name: each.nbytes
+            for role in program.roles
+            for action in role.actions
+            for each in action.allocations
+            if each.tier == "host"
+        }
+        needed += sum(buffers.values()) + (cast_nbytes(job, states.values()) if self.step_on == "host" else 0)
+        if self.host_gb is not None and needed > self.host_gb * 2**30:
+            text = f"a rank needs {format_nbytes(needed)} of host memory, and host_gb = {self.host_gb:g} "
+            text += "allows less"
+            least = f"{1.01 * needed / 2**30:.3g}"
+            fix = f"set host_gb = {least} or more, or shard the states over more ranks (zero)"
+            raise PlanError(text, fix=fix, location="strategies.offload.host_gb")
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return runtime.state.offloaded.handlers
+
+
+def _copy(
+    kind: str,
+    group: Action,
+    nbytes: int,
+    waits: Iterable[str],
+    allocations: tuple[Allocation, ...] = (),
+    frees: tuple[str, ...] = (),
+) -> Action:
+    """Returns the copy of `nbytes` of the parameter group that the STEP `group` updates."""
+    stream: StreamName = "copy_in" if kind.startswith("FETCH") else "copy_out"
+    return Action(
+        kind,
+        group.subject,
+        stream=stream,
+        waits=tuple(waits),
+        tensors=group.tensors,
+        transfer=Transfer(COPY, (), nbytes, dtype="uint8"),
+        allocations=allocations,
+        frees=frees,
+    )
+
+
+def _stream_states(
+    strategy: Offload, actions: list[Action], view: RankView, states: Mapping[str, GroupStates]
+) -> list[Action]:
+    """Returns `actions` with the states of each group on the device during its STEP alone."""
+    _refuse_updates_within(actions)
+    actions = step_by_group(actions, view)
+    nbytes = {name: each.master_nbytes + each.state_nbytes for name, each in states.items()}
+    steps = [action for action in actions if action.kind == "STEP" and nbytes[action.subject]]
+    num_buffers = min(strategy.prefetch + 2, len(steps))
+    largest = max((nbytes[step.subject] for step in steps), default=0)
+    fetches, offloads = list[Action](), list[Action]()
+    for number, step in enumerate(steps):
+        buffer = Allocation(f"state buffer {number % num_buffers}", largest)
+        waits = [offloads[number - num_buffers].name] if number >= num_buffers else []
+        fetches.append(_copy("FETCH_STATES", step, nbytes[step.subject], waits, allocations=(buffer,)))
+        offloads.append(
+            _copy("OFFLOAD_STATES", step, nbytes[step.subject], (step.name,), frees=(buffer.name,))
+        )
+    numbers, found = {step.name: number for number, step in enumerate(steps)}, list[Action]()
+    first = first_grad_reader(actions)
+    for at, action in enumerate(actions):
+        if at == first:
+            found += fetches[: strategy.prefetch]
+        number = numbers.get(action.name)
+        if number is None:
+            found.append(action)
+            continue
+        found += fetches[number + strategy.prefetch : number + strategy.prefetch + 1]
+        found += [with_waits(action, (fetches[number].name,)), offloads[number]]
+    return found
+
+
+def _step_on_host(
+    strategy: Offload, actions: list[Action], view: RankView, states: Mapping[str, GroupStates]
+) -> list[Action]:
+    """Returns `actions` with gradients copied to the host before they are read, and weights back after."""
+    _refuse_updates_within(actions)
+    actions, first = step_by_group(actions, view), first_grad_reader(actions)
+    waits, grads, found = actions[first].waits, list[Action](), list[Action]()
+    for step in (action for action in actions if action.kind == "STEP"):
+        nbytes = states[step.subject].grad_nbytes
+        host = Allocation(f"host gradient({step.subject})", nbytes, tier="host")
+        grads.append(_copy("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,)))
+    names = [grad.name for grad in grads]
+    for at, action in enumerate(actions):
+        if at == first:
+            found += grads
+        if action.kind == "CLIP":
+            found.append(with_waits(action, names))
+        elif action.kind == "STEP":
+            group = states[action.subject]
+            frees = (*action.frees, f"host gradient({action.subject})")
+            passes = group.grad_nbytes + 2 * (group.master_nbytes + group.state_nbytes) + group.rounded_nbytes
+            transfer = Transfer(COPY, (), passes, dtype="uint8")
+            found.append(replace(action, stream="host", transfer=transfer, frees=frees))
+            nbytes = group.update_nbytes
+            found.append(_copy("FETCH_PARAM", action, nbytes, (action.name,)))
+        else:
+            found.append(action)
+    return found
+
+
+def _refuse_updates_within(actions: Sequence[Action]) -> None:
+    if stepped_microbatches(actions):
+        text = "the plan updates after every microbatch, and offload moves states once per step"
+        fix = "use a schedule that updates once per step (1f1b), or remove offload"
+        raise PlanError(text, fix=fix, location="strategies.offload")

@@ -1,0 +1,18 @@
+"""Tiers are a closed list, and nothing is offloaded unless a plan says so."""
+
+from dataclasses import astuple
+from typing import get_args
+
+from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS, ON_DEVICE, MemoryTier, MemoryTiers
+
+
+def test_everything_rests_and_is_stepped_on_the_device_by_default():
+    assert get_args(MemoryTier) == MEMORY_TIERS
+    assert set(astuple(ON_DEVICE)) == {"device"}
+    assert not ON_DEVICE.steps_copies
+
+
+def test_the_host_steps_copies_of_weights_that_stay_on_the_device():
+    assert MemoryTiers(optimizer_states="host", step="host").steps_copies
+    assert not MemoryTiers(optimizer_states="host", weights="host", step="host").steps_copies
+    assert not MemoryTiers(optimizer_states="host").steps_copies
