@@ -232,7 +232,7 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
         )
     flops = sum(action.flops for action in run)
     allocated = sum(
-        {hold.name: hold.max_nbytes for action in run for hold in action.allocations}.values()
+        {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
     )  # a buffer is allocated once for all of them
     if flops:
         yield format_flops(flops)
