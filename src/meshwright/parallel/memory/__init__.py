@@ -2,6 +2,6 @@
 
 activation_checkpointing    blocks save only their inputs and recompute the rest before their backward
 chunked_loss                LM head and loss run on one chunk of tokens at a time
-offload                     optimizer states rest in host memory; the device or the host steps them
+offload                     model states rest in host memory; the device or the host steps them
 tiled_mlp                   MLPs run on one tile of tokens at a time
 """
