@@ -29,7 +29,7 @@ from meshwright.report.terminal.plan_overview import (
     strategy_text,
 )
 from tests.planner.simple_machine import ground
-from tests.report.terminal.test_action_table import all_programs, deep_model_spec, plan_of
+from tests.report.terminal.test_action_table import all_programs, deep_model_spec, offloaded_programs, plan_of
 from tests.tiny_model import analyzed_model, tiny_job
 
 DATA = DataSummary("bytes", 8, 2_952, num_tokens=377_780, padding=0.0002, ignored=0.0002, epochs=(0.0542,))
@@ -129,6 +129,18 @@ def test_a_device_that_is_too_small_stands_out():
     assert "200 % of the" in shown(overview(plan, device=device))
     assert "the peak is above the memory of the device" in shown(overview(plan, device=device))
     assert "above the memory" not in shown(overview(plan, device=find_device("h100")))
+
+
+def test_a_host_that_is_too_small_stands_out_and_an_unknown_one_is_named():
+    _, plan = offloaded_programs()
+    needed, device = peak_nbytes(plan, 0, "host"), find_device("h100")
+    small, large = (replace(device, host_memory=nbytes) for nbytes in (needed - 1, needed))
+    assert "the host has" in shown(overview(plan, device=small))
+    assert "nothing is known of that of the host" in shown(overview(plan, device=device))
+    assert f"host memory of rank 0, the fullest: {format_nbytes(needed)}" in shown(
+        overview(plan, device=large)
+    )
+    assert "the host has" not in shown(overview(plan, device=large))
 
 
 def test_the_timeline_is_shown_where_there_is_room_for_it():
