@@ -13,6 +13,7 @@ data_parallel/      DDP and ZeRO
 fake_devices/       plans on fake CUDA tensors: what a rank asks of a GPU
 first_hour/         mistakes of a new user, and what is said to them
 harness/            measurement methods, and the format of results
+memory/             techniques that need less memory
 models/             the models that benchmarks train
 pipeline/           pipeline schedules
 planner/            the planner's predictions

@@ -2,7 +2,7 @@
 transformers' expert parallelism.
 
     per layer and step, over all n ranks, of which each sends what others need
-      counts      8 n (n-1)
+      counts      16 n (n-1)           of rows and of their pairs
       forward     rows (D w + 8 k)  there,   rows D w           back
       backward    rows D w          there,   rows (D w + 4 k)   back        rows: distinct (token, other rank)
 
@@ -63,7 +63,7 @@ def counted(rank: int, size: int, store: str) -> Step:
 def law(notes: list[dict[str, float]], width: int, chosen: int) -> float:
     """Returns the bytes of a step over all ranks; `notes` are what `counted` returns on each."""
     size, rows = len(notes), sum(note["rows"] for note in notes)
-    counts = 8 * size * (size - 1) * notes[0]["layers"]
+    counts = 16 * size * (size - 1) * notes[0]["layers"]
     return counts + rows * (4 * width * 4 + (8 + 4) * chosen)
 
 

@@ -7,7 +7,7 @@ They equal one device in float64 after two steps of SGD, to 1e-10.
                GLM-4-MoE, Ernie 4.5 MoE; five experts, so that 2 and 3 ranks have uneven numbers
     plans      ep alone and with 3 microbatches; with DDP, ZeRO-1, 2 and 3, HSDP; tensor and context
                parallelism; pipelines (1F1B, ZB-V); recomputation; the matrices of each expert sliced along
-               tp, alone and with ep
+               tp, alone and with ep; experts over dp_shard, cp and tp, alone and together
 
 The error is the largest difference of any gradient, parameter, loss or norm, relative to the largest number
 in its block. Each case compares the bytes of all collectives with the plan, too. A plan that is refused is a
@@ -30,6 +30,7 @@ from torch import nn
 from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
@@ -83,7 +84,8 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-EXPERTS = (ExpertParallel(), BatchSplit("ep"), BatchSplit("dp_shard"))
+SHARDED = BatchSplit("dp_shard")
+EXPERTS = (ExpertParallel(), BatchSplit("ep"), SHARDED)
 SLICED = (ExpertTensorParallel(),)
 Case = tuple[Mesh, tuple[Strategy, ...] | None, int]  # the mesh, strategies (None: the default), micro_batch
 PLANS: Mapping[str, Case] = {
@@ -113,6 +115,33 @@ PLANS: Mapping[str, Case] = {
         3,
     ),
     "cp 3": (Mesh(ep=2, cp=3), None, 0),
+    "over dp_shard, ZeRO-1": (Mesh(dp_shard=3), (ExpertParallel(("dp_shard",)), SHARDED, ZeRO(stage=1)), 2),
+    "over dp_shard, HSDP, recomputed": (
+        Mesh(dp_shard=2, dp_replicate=2),
+        (
+            *(ExpertParallel(("dp_shard",)), SHARDED, BatchSplit(), ActivationCheckpointing()),
+            ZeRO(replicate_axis="dp_replicate"),
+        ),
+        1,
+    ),
+    "over dp_shard, 1F1B": (
+        Mesh(dp_shard=3, pp=2),
+        (ExpertParallel(("dp_shard",)), SHARDED, ZeRO(stage=2), Pipeline()),
+        1,
+    ),
+    "over cp": (Mesh(cp=3), (ExpertParallel(("cp",)), RingAttention(), DDP("cp")), 4),
+    "over dp_shard and cp, ZeRO-3": (
+        Mesh(dp_shard=2, cp=2),
+        (ExpertParallel(("dp_shard", "cp")), SHARDED, RingAttention(), ZeRO()),
+        2,
+    ),
+    "over tp, with tensor_parallel": (Mesh(tp=2), (ExpertParallel(("tp",)), TensorParallel()), 4),
+    "over tp 3, ZB-V": (Mesh(tp=3, pp=2), (ExpertParallel(("tp",)), Pipeline(schedule="zb_v")), 3),
+    "over ep and tp": (
+        Mesh(ep=2, tp=2),
+        (ExpertParallel(("ep", "tp")), *EXPERTS[1:], DDP("dp_shard")),
+        2,
+    ),
     "1F1B": (Mesh(ep=3, pp=2), None, 1),
     "ZB-V": (
         Mesh(ep=2, pp=2),

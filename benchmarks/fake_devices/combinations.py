@@ -30,6 +30,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -212,6 +213,7 @@ def _memory() -> Iterator[tuple[str, Layout]]:
     yield "checkpointing", Layout(Mesh(), (ActivationCheckpointing(),))
     yield "checkpointing, keep", Layout(Mesh(), (ActivationCheckpointing(keep_mb=0.1),))
     yield "chunked loss", Layout(Mesh(), (ChunkedLoss(3),))
+    yield "gist", Layout(Mesh(), (Gist(backward_dtype="bfloat16"),))
     yield "tiled mlp", Layout(Mesh(), (TiledMLP(2), ChunkedLoss(2)))
     sharded = (SHARDS, ZeRO(), ActivationCheckpointing())
     yield "zero 3, checkpointing", Layout(Mesh(dp_shard=3), sharded)

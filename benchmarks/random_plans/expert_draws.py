@@ -1,8 +1,9 @@
 """Distributes experts in a random plan: the same plan, with a mixture of experts along `ep` too, and with
-slices of each expert along `tp`.
+slices of each expert along `tp`; or with experts over other axes of the plan, beside `ep` or without it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -20,6 +21,7 @@ from meshwright.plan.strategy_interface import Strategy
 
 NOT_BESIDE = (DataParallelMaster, SequenceParallel, TiledMLP)
 STORES = (DDP, NaiveDDP, ZeRO)
+NUM_EXPERTS = 5  # of a layer, in all models
 
 
 def with_experts(
@@ -40,3 +42,19 @@ def with_experts(
     mixed = [*strategies, *more]
     rng.shuffle(mixed)
     return larger, tuple(mixed)
+
+
+def over_other_axes(
+    rng: Random, mesh: Mesh, strategies: tuple[Strategy, ...]
+) -> tuple[Mesh, tuple[Strategy, ...]]:
+    """Returns the plan with experts over some of its other axes, if there are experts for all."""
+    sliced = any(isinstance(each, ExpertTensorParallel) for each in strategies)
+    axes = [axis for axis in ("dp_shard", "cp", *(() if sliced else ("tp",))) if mesh.size(axis) > 1]
+    over = tuple(axis for axis in axes if rng.random() < 0.5)
+    if over and rng.random() < 0.5:
+        over = ("ep", *over)
+    if not over or mesh.group_size(over) > NUM_EXPERTS:
+        return mesh, strategies
+    mesh = mesh if "ep" in over else replace(mesh, ep=1)
+    kept = (each for each in strategies if "ep" in over or each != BatchSplit("ep"))
+    return mesh, tuple(ExpertParallel(over) if isinstance(each, ExpertParallel) else each for each in kept)

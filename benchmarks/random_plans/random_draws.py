@@ -8,7 +8,7 @@ axis or the batch gets another size. Such a plan may be refused, with a repair, 
 
 Half of the plans of the model with two inputs have a contrastive loss, which takes the whole batch at once,
 and then one microbatch and no guard. Some plans of data parallelism alone get the model with batch norms, and
-one microbatch.
+one microbatch. Some plans of T5, which has ReLU, encode what it saves.
 
 Some plans have an incomplete last batch, as the last one of an epoch may be (`num_missing_samples`). Some
 have a loss guard, and a last step whose loss is multiplied, so that the guard must skip it.
@@ -24,7 +24,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
-from benchmarks.random_plans.expert_draws import with_experts
+from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
 from benchmarks.random_plans.offload_draws import with_offload
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
@@ -40,6 +40,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
@@ -125,6 +126,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in (
                     *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
                     "offload",
+                    "gist",
                 )
             },
         }
@@ -247,6 +249,8 @@ def draw(seed: int, number: int) -> Draw:
         drawn = _with_whole_batch_loss(drawn)
     elif model.name == "llama" and Random(f"{seed}/{number}/experts").random() < 0.7:
         drawn = _with_experts(Random(f"{seed}/{number}/ep"), drawn)
+    elif model.name.startswith("t5") and Random(f"{seed}/{number}/gist").random() < 0.3:
+        drawn = replace(drawn, strategies=(*drawn.strategies, Gist()))  # T5 has ReLU
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
     offload = Random(f"{seed}/{number}/offload")
@@ -269,7 +273,8 @@ def _with_experts(rng: Random, drawn: Draw) -> Draw:
     found = with_experts(rng, drawn.mesh, drawn.strategies, MAX_RANKS)
     if found is None or drawn.guard:
         return drawn
-    mesh, strategies = found
+    fold = Random(f"{drawn.seed}/{drawn.number}/fold")
+    mesh, strategies = over_other_axes(fold, *found) if fold.random() < 0.5 else found
     drawn = replace(drawn, mesh=mesh, strategies=strategies)
     if rng.random() < 0.3:
         return replace(drawn, model="mixture, biases", strategies=(*strategies, LossFreeBalancing()))

@@ -14,6 +14,8 @@ FOLDER = "docs/techniques"
 SHARED = (
     "expert/dense_experts",
     "expert/dispatch",
+    "expert/expert_pairs",
+    "expert/summed_experts",
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",
@@ -24,6 +26,7 @@ SHARED = (
     "context/memory_model",
     "context/ring_attention",
     "context/context_parallel_strategy",
+    "memory/gist_encodings",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",

@@ -4,6 +4,7 @@ mixture_of_experts  the layer: router, experts, shared expert, losses of the rou
 experts             the experts: their weights, and the computation of the rows that they are given
 grouped_linear      one matrix product per group of rows
 router              the scores of all experts for a token
+whole_samples       something that is computed of all tokens of a sample
 routing             which experts a token goes to, one file per paper
 
 A name is imported on first use, as those of `meshwright`.

@@ -16,8 +16,11 @@ outputs, because with a pipeline the layer may be on another rank than the loss.
 make outputs that are not finite: a routing hides none.
 
 Cost: tokens x k rows through an MLP of `intermediate` features, and the router: tokens x E scores.
-Limits: routings with capacity need all tokens of a sample, so they are refused under context parallelism.
-Under `expert_parallel` a token that is dropped by all its experts still travels.
+Under context parallelism, routings with capacity and `return_losses` gather few numbers per token
+(whole_samples.py).
+Limits: under `expert_parallel` a token that is dropped by all its experts still travels. With `ExpertChoice`,
+a rank with some of the tokens of a sample has memory for the rows of all: experts may take most of them
+there.
 """
 
 from collections.abc import Iterator
@@ -27,7 +30,7 @@ from torch import nn
 
 from meshwright.nn.experts import ExpertMLP, Experts, SharedExpert
 from meshwright.nn.router import Router
-from meshwright.nn.routing.losses import RouterLosses, load_balancing_loss, router_z_loss
+from meshwright.nn.routing.losses import RouterLosses, router_losses
 from meshwright.nn.routing.routes import Routes, Routing
 from meshwright.nn.routing.top_k import TopK
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
@@ -55,6 +58,7 @@ class MixtureOfExperts(nn.Module):
         self.routing = routing
         self.router = Router(width, num_experts, has_choice_bias=routing.has_choice_bias)
         self.experts = Experts(width, intermediate, num_experts, mlp)
+        self.expert_rows = ExpertRows()
         self.shared = SharedExpert(width, shared_intermediate, mlp) if shared_intermediate else None
 
     def forward(
@@ -70,28 +74,31 @@ class MixtureOfExperts(nn.Module):
             fix = "keep samples apart from tokens: merged, the layer would see what a microbatch has"
             raise PlanError(text, fix=fix, location="MixtureOfExperts")
         routes = self.routing.route(hidden, self.router)
-        output = self._run_experts(hidden.flatten(0, 1), routes).view(hidden.shape)
+        output = self.expert_rows(self.experts, hidden.flatten(0, 1), routes).view(hidden.shape)
         output = output if self.shared is None else output + self.shared(hidden)
         if not return_losses:
             return output
-        return output, RouterLosses(load_balancing_loss(routes), router_z_loss(routes))
-
-    def _run_experts(self, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Returns the weighted sums [samples x tokens, D] of what experts return."""
-        index, weights = routes.index.flatten(0, 1), routes.weights.flatten(0, 1)
-        if routes.num_choices is None:
-            return self.experts(tokens, index, weights)
-        # few of the indices are experts: each of these is a row of its own
-        is_none = (index == self.experts.num_experts).flatten().to(torch.uint8)
-        chosen = is_none.sort(stable=True).indices[: routes.num_choices]
-        token = chosen.div(index.shape[1], rounding_mode="floor")
-        choice = (each.flatten().index_select(0, chosen).unsqueeze(1) for each in (index, weights))
-        rows = self.experts(tokens.index_select(0, token), *choice)
-        return torch.zeros_like(tokens).index_add(0, token, rows)
+        return output, router_losses(routes, self.router.whole_samples)
 
     def extra_repr(self) -> str:
         """Returns the routing, as `print(model)` shows it."""
         return f"routing={self.routing}"
+
+
+class ExpertRows(nn.Module):
+    """Runs experts on the tokens that chose them; where few indices are experts, each choice is a row."""
+
+    def forward(self, experts: Experts, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+        """Returns the weighted sums [samples x tokens, D] of what `experts` return for `tokens`."""
+        index, weights = routes.index.flatten(0, 1), routes.weights.flatten(0, 1)
+        if routes.num_choices is None:
+            return experts(tokens, index, weights)
+        is_none = (index == experts.num_experts).flatten().to(torch.uint8)
+        chosen = is_none.sort(stable=True).indices[: routes.num_choices]
+        token = chosen.div(index.shape[1], rounding_mode="floor")
+        choice = (each.flatten().index_select(0, chosen).unsqueeze(1) for each in (index, weights))
+        rows = experts(tokens.index_select(0, token), *choice)
+        return torch.zeros_like(tokens).index_add(0, token, rows)
 
 
 def _size_diagnostics(sizes: dict[str, tuple[int, int]]) -> Iterator[Diagnostic]:

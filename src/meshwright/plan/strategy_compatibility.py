@@ -99,7 +99,8 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
             fix = f'replicate the shards along {axes}: replicate_axis = "{axes}" in their strategy'
         yield Diagnostic(text, fix, "strategies")
     # A strategy that cannot use its axis reports that itself.
-    used_axes = {strategy.as_dict().get("axis", "") for strategy in strategies}
+    options = [strategy.as_dict() for strategy in strategies]
+    used_axes = {axis for each in options for axis in (each.get("axis", ""), *each.get("over", ()))}
     idle = [
         axis
         for axis in AXES

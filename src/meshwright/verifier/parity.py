@@ -30,6 +30,7 @@ from meshwright.model.recording.expert_choices import ChoiceRecorder, first_othe
 from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.sharding.sequence_sharding import num_positions, with_padding
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
@@ -303,11 +304,13 @@ class _RankComparison:
                 continue
             by_sample, length = found.of_samples(len(samples)), expected.index.shape[1]
             positions = list(range(length))
-            if by_sample.index.shape[1] != length and plan.sharding.sequence_sharding is not None:
+            if plan.sharding.sequence_sharding is not None:
                 index = plan.rank_view(rank).work_share.token_shard
                 spans = plan.sharding.sequence_sharding.token_ranges(length, index)
-                positions = span_positions(spans).tolist()
-            if by_sample.index.shape[1] == len(positions):  # else padding is among them
+                if by_sample.index.shape[1] == num_positions(with_padding(spans)):
+                    positions = span_positions(spans).tolist()
+                    by_sample = by_sample.first_tokens(len(positions))  # padding is behind them
+            if by_sample.index.shape[1] == len(positions):
                 other = first_other_choice(by_sample, expected, samples, positions)
                 if other:
                     self._add_difference("choice of experts", f"{layer}, {other}", "", None)

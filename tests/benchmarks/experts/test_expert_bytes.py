@@ -7,7 +7,7 @@ def test_the_law_counts_rows_and_counts():
     notes = [{"rows": 3, "layers": 2}, {"rows": 4, "layers": 2}]
     there, back = 7 * (16 * 4 + 2 * 8), 7 * 16 * 4
     gradients = 7 * 16 * 4 + 7 * (16 * 4 + 2 * 4)
-    assert law(notes, 16, 2) == 2 * 2 * 8 + there + back + gradients
+    assert law(notes, 16, 2) == 2 * 2 * 16 + there + back + gradients
 
 
 def test_the_ledger_of_two_ranks_equals_the_law():

@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 
@@ -12,7 +12,8 @@ NUM_ROWS = torch.tensor([[0, 2, 1], [0, 0, 3], [4, 0, 0]])
 
 def route_of(world: World) -> Route:
     group = world.group(["ep"])
-    return Route.exchange(group, NUM_ROWS[group.index].clone(), "DISPATCH")
+    counts = exchange_counts(group, NUM_ROWS[group.index].clone(), "DISPATCH")
+    return Route.of_rows(group, *counts)
 
 
 def test_ranks_tell_each_other_how_many_rows_come():
@@ -37,26 +38,32 @@ def test_the_adjoint_brings_every_row_home():
         assert torch.equal(returned, sent + 0.5)
 
 
-def gradients(world: World) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+def gradients(world: World) -> tuple[torch.Tensor, torch.Tensor, list[tuple[str, int]]]:
     """The gradients of two tensors whose rows are weighted by the rank on which they arrive."""
     world.ledger.is_recording = True
     route = route_of(world)
-    rows = torch.ones(sum(route.input_splits), 2, requires_grad=True)
-    weights = torch.ones(sum(route.input_splits), requires_grad=True)
-    fixed = torch.ones(sum(route.input_splits), 3)
+    rows = torch.ones(sum(route.input_splits), 2, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.ones(sum(route.input_splits), 1, requires_grad=True)
+    fixed = torch.full((sum(route.input_splits), 3), world.rank)
     here = float(world.rank + 1)
-    one, two, _ = send_rows(route, lambda: "DISPATCH", rows, weights, fixed)
+    one, two, senders = send_rows(route, lambda: "DISPATCH", rows, weights, fixed)
+    expected = torch.arange(3).repeat_interleave(torch.tensor(route.output_splits))
+    assert torch.equal(senders, expected.unsqueeze(1).expand(-1, 3))
     (here * one.sum() + 10 * here * two.sum()).backward()
-    actions = [entry.collective for entry in world.ledger.entries]
-    return rows.grad, weights.grad, actions
+    issued = [(entry.collective, entry.nbytes) for entry in world.ledger.entries]
+    return rows.grad, weights.grad, issued
 
 
 def test_gradients_come_back_also_through_ranks_without_rows():
     for rank, (rows, weights, issued) in enumerate(run_on_threads(gradients, Mesh(ep=3))):
         arrived_on = torch.arange(1.0, 4.0).repeat_interleave(NUM_ROWS[rank])
-        assert torch.equal(rows, arrived_on.unsqueeze(1).expand(-1, 2))
-        assert torch.equal(weights, 10 * arrived_on)
-        assert issued == ["all_to_all", *["all_to_all_v"] * 5]  # that of `fixed` does not come back
+        assert torch.equal(rows.float(), arrived_on.unsqueeze(1).expand(-1, 2))
+        assert torch.equal(weights, 10 * arrived_on.unsqueeze(1))
+        sent, arrived = NUM_ROWS[rank].sum(), NUM_ROWS[:, rank].sum()
+        assert issued[1:] == [
+            ("all_to_all_v", sent * (2 * 2 + 4 + 3 * 8)),
+            ("all_to_all_v", arrived * (2 * 2 + 4)),  # the gradient of `fixed` does not come back
+        ]
 
 
 def second_gradients(world: World) -> torch.Tensor:

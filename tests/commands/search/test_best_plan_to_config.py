@@ -4,6 +4,7 @@ equals one device.
 
 import json
 import tomllib
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ WISHES = {
     "ring": (3, ("cp=3", "context_parallel=ring", "zero=3")),
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
     "experts": (4, ("ep=2", "dp=4", "zero=1")),
-    "experts_on_all_axes": (8, ("ep=2", "tp=2", "pp=2", "dp=2")),
+    "experts_on_all_axes": (8, ("ep=2", "expert_tp=1", "tp=2", "pp=2", "dp=2")),
+    "experts_on_cp_and_tp": (4, ("ep=4", "cp=2", "tp=2", "dp=1")),
+    "experts_in_slices": (4, ("ep=2", "expert_tp=2", "tp=2", "dp=2")),
     "all": (8, ("cp=2", "tp=2", "pp=2", "context_parallel=ulysses", "schedule=1f1b")),
 }
 KINDS = {"replicas": "v100"}  # which has no bfloat16
@@ -133,8 +136,15 @@ def test_plan_takes_the_experts_that_were_chosen(tmp_path: Path, search_request:
     assert plan.mesh.dp_replicate * plan.mesh.dp_shard * plan.mesh.ep == layout.dp
 
 
-def test_experts_that_were_chosen_equal_one_device(tmp_path: Path):
-    path, rest = written(chosen(tmp_path, MIXTRAL, "experts"), tmp_path)
+def test_experts_are_folded_over_cp_and_tp_where_dp_has_no_ranks_for_them(tmp_path: Path):
+    tables = winner_config(chosen(tmp_path, MIXTRAL, "experts_on_cp_and_tp"), "m")
+    assert tables["mesh"] == {"cp": 2, "tp": 2}
+    assert {"name": "expert_parallel", "over": ["cp", "tp"]} in tables["strategies"]
+
+
+@pytest.mark.parametrize("search_request", ["experts", "experts_on_cp_and_tp", "experts_in_slices"])
+def test_experts_that_were_chosen_equal_one_device(tmp_path: Path, search_request: str):
+    path, rest = written(chosen(tmp_path, MIXTRAL, search_request), tmp_path)
     verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)
     assert verdict.passed
 
@@ -142,7 +152,8 @@ def test_experts_that_were_chosen_equal_one_device(tmp_path: Path):
 def test_ep_is_found_for_a_model_whose_experts_fill_devices():
     text = "layers 94 hidden 4096 heads 64 kv_heads 4 head 128 vocab 151936 gated experts 128 top_k 8"
     options = SearchOptions(f"qwen3: {text} expert_ffn 1536", 64, "h100", 256, 4096, num_kept=2)
-    found = run_search(options)
+    assert run_search(options).result.best[0].config.expert_tp > 1  # slices have no busiest rank
+    found = run_search(replace(options, constraints=("expert_tp=1",)))
     assert found.result.best[0].config.ep > 1
     names = [(each["name"], each.get("axis")) for each in winner_config(found, "m")["strategies"]]
     assert ("expert_parallel", None) in names

@@ -104,3 +104,11 @@ def test_inputs_are_like_the_recorded_ones_and_those_of_other_blocks_are_their_o
     made.add_outputs(first.outputs, outputs)
     (passed_on,), _ = second.make_inputs(made)
     assert passed_on is outputs
+
+
+def test_a_model_may_write_in_place_into_what_equal_blocks_return():
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout())]
+    loss = meshwright.Loss(total=lambda outputs, batch: outputs.square().sum(), count=lambda batch: 4)
+    analyzed = meshwright.analyze(nn.Sequential(*layers), {"input": torch.zeros(2, 4)}, loss=loss)
+    assert analyzed.model_spec.block_calls == ("0", "3", "6")
+    assert analyzed.model_spec.writes_in_place

@@ -111,6 +111,16 @@ def test_code_from_a_repository_is_never_run(tmp_path: Path):
     assert type(config_factory(written(tmp_path, config), {})()).__module__.startswith("transformers.")
 
 
+def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path):
+    path = written(tmp_path, {"model_type": "mixtral", "num_local_experts": 3})
+    with pytest.raises(
+        PlanError, match=r"chooses num_experts_per_tok = 4 of num_local_experts = 3"
+    ) as caught:
+        config_factory(path, {"num_experts_per_tok": 4})
+    assert caught.value.diagnostics[0].fix.startswith("set num_experts_per_tok to 3 or less")
+    config_factory(path, {"num_experts_per_tok": 3})
+
+
 def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, LLAMA), {"num_hiden_layers": 1, "vocab": 2, "use_cache": True})

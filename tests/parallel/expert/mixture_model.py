@@ -81,8 +81,9 @@ def assert_equals_one_device(
     assert verdict.passed, str(verdict)
 
 
-def expert_strategies(*more: mw.Strategy) -> tuple[mw.Strategy, ...]:
-    """Expert parallelism with DDP along dp_shard, and `more`."""
-    splits = (mw.BatchSplit(axis="ep"), mw.BatchSplit(axis="dp_shard"))
+def expert_strategies(*more: mw.Strategy, over: tuple[str, ...] = ("ep",)) -> tuple[mw.Strategy, ...]:
+    """Expert parallelism `over` these axes with DDP along dp_shard, and `more`."""
+    of_samples = [axis for axis in ("ep", "dp_shard") if axis in (*over, "dp_shard")]
+    splits = (*map(mw.BatchSplit, of_samples), *((mw.RingAttention(),) if "cp" in over else ()))
     stores = any(isinstance(each, (mw.DDP, mw.NaiveDDP, mw.ZeRO)) for each in more)
-    return (mw.ExpertParallel(), *splits, *more, *(() if stores else (mw.DDP(axis="dp_shard"),)))
+    return (mw.ExpertParallel(over), *splits, *more, *(() if stores else (mw.DDP(axis="dp_shard"),)))

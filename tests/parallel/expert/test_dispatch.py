@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.parallel.expert.dispatch import expected_rows, reached_shares, weights_dtype
+from meshwright.parallel.expert.dispatch import ExpertPlaces, expected_rows, reached_shares, weights_dtype
 from meshwright.plan.sharding.expert_load import expert_ranges
 
 
@@ -18,9 +18,10 @@ def test_expected_rows_are_the_mean_over_all_choices(num_experts: int, top_k: in
         sum(any(first <= each < end for each in choice) for choice in choices) / len(choices)
         for first, end in ranges
     ]
-    assert reached_shares(call, num_ranks) == pytest.approx(reached)
+    places = ExpertPlaces(num_experts, num_ranks)
+    assert reached_shares(call, places) == pytest.approx(reached)
     for rank in range(num_ranks):
-        sent, received = expected_rows(call, 1000, num_ranks, rank)
+        sent, received = expected_rows(call, places, [1000] * num_ranks, rank)
         assert sent == round(1000 * (sum(reached) - reached[rank]))
         assert received == round(1000 * (num_ranks - 1) * reached[rank])
 

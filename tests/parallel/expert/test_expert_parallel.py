@@ -1,8 +1,10 @@
 """expert_parallel: a mixture of experts on several ranks equals one device, and sends what its law says."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.parallel.expert.mixture_model import (
     assert_equals_one_device,
     batch_of,
     expert_strategies,
+    mixtral,
     sgd_job,
 )
 from tests.tiny_model import analyzed_model
@@ -51,6 +54,13 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_it_equals_one_device(name: str):
     assert_equals_one_device(*PLANS[name])
+
+
+def test_pipedream_equals_the_replay_of_its_weight_versions():
+    mesh, strategies = mw.Mesh(pp=2, ep=3), expert_strategies(mw.PipeDream())
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(clip=0), mesh, strategies, 1)
+    verdict = mw.verify(analyzed_mixtral(), plan, BATCHES)
+    assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("choice", [(0, 1), (4, 0)], ids=str)
@@ -88,7 +98,7 @@ def test_a_rank_has_its_experts_alone():
 
 
 def rows_of_step(
-    world: World, analyzed: mw.AnalyzedModel, plan: mw.Plan
+    world: World, analyzed: mw.AnalyzedModel, plan: mw.Plan, axis: str
 ) -> tuple[list[torch.Tensor], dict[str, int], Counter[str]]:
     """The choices of this rank's tokens by layer, the counts of its ledger, and the bytes that it sent."""
     chosen: list[torch.Tensor] = []
@@ -100,15 +110,21 @@ def rows_of_step(
         trainer.step(trainer.local_batch(BATCHES[0]))
         sent = Counter[str]()
         for entry in world.ledger.entries:
-            if entry.axes == ("ep",) and entry.action[0] in "FB":
+            if (
+                entry.axes == (axis,)
+                and entry.action[0] in "FB"
+                and entry.collective.startswith("all_to_all")
+            ):
                 sent[entry.action[0]] += int(entry.sent_nbytes)
         return chosen, dict(world.ledger.counts), sent
 
 
-def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its():
+@pytest.mark.parametrize("axis", ["ep", "dp_shard", "cp"])
+def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its(axis: str):
     analyzed = analyzed_mixtral()
-    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies())
-    found = run_on_threads(lambda world: rows_of_step(world, analyzed, plan), plan.mesh)
+    strategies = expert_strategies(over=(axis,))
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh.infer({axis: 3}), strategies)
+    found = run_on_threads(lambda world: rows_of_step(world, analyzed, plan, axis), plan.mesh)
     rank_of = [0, 0, 1, 1, 2]
     moved = Counter[tuple[int, int, int]]()  # layer, from, to
     for rank, (chosen, _, _) in enumerate(found):
@@ -122,7 +138,7 @@ def test_a_token_is_sent_once_to_each_other_rank_with_experts_of_its():
         here = sum(number for (_, _, target), number in moved.items() if target == rank)
         assert sum(number for name, number in counts.items() if name.startswith("rows to")) == away
         assert sum(number for name, number in counts.items() if name.startswith("rows from")) == here
-        assert sent["F"] == 2 * 2 * 8 + away * (row + 2 * choice) + here * row
+        assert sent["F"] == 2 * 2 * 16 + away * (row + 2 * choice) + here * row
         assert sent["B"] == away * row + here * (row + choice)
 
 
@@ -203,6 +219,34 @@ def test_all_faults_are_told_at_once():
     assert "3 ranks along ep, and a layer has 2 experts" in text
     assert "set mesh.ep to at most 2" in text
     assert "the noise scale compares gradients of ranks" in text
+
+
+def mixtral_with(edit: Callable[[Any], object]) -> mw.AnalyzedModel:
+    def make() -> nn.Module:
+        model = mixtral()
+        edit(model.model.layers)
+        return model
+
+    return mw.analyze(make, batch_of(4))
+
+
+def freeze(layers: Any) -> None:
+    layers[0].mlp.experts.requires_grad_(False)
+    layers[1].mlp.experts.down_proj.requires_grad_(False)
+    layers[1].mlp.gate.requires_grad_(False)
+
+
+def test_frozen_experts_and_routers_equal_one_device():
+    analyzed = mixtral_with(freeze)
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(dp_shard=2, ep=2), expert_strategies(mw.ZeRO()))
+    mw.verify(analyzed, plan, BATCHES[:1]).raise_if_failed()
+
+
+def test_experts_that_layers_share_are_refused():
+    shared = mixtral_with(lambda layers: setattr(layers[1].mlp, "experts", layers[0].mlp.experts))
+    text = refusal(shared, sgd_job(), mw.Mesh(ep=2))
+    assert "the experts model.layers.0.mlp.experts are called 2 times in a forward" in text
+    assert "give each layer experts of its own, or set mesh.ep = 1" in text
 
 
 def test_what_experts_cannot_be_combined_with_is_refused_by_name():

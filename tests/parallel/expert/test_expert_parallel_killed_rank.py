@@ -14,11 +14,11 @@ from meshwright.testing.ranks import ProcessPool, RankFailure
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies, sgd_job
 
 KILLED = 1
-SENDS_OF_STEP = 2 * (4 + 3)  # two layers: indices, rows, weights, sums; three gradients
+SENDS_OF_STEP = 2 * (2 + 2)  # two layers: rows, sums; their gradients
 
 
 def train_until_killed(world: World, folder: Path) -> None:
-    """Trains; KILLED dies when it has sent indices, before it sends rows; the others note what they see."""
+    """Trains; KILLED dies when it has sent rows, before it sends sums; the others note what they see."""
     torch.set_num_threads(1)
     analyzed = analyzed_mixtral()
     plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), expert_strategies())

@@ -89,6 +89,7 @@ PLANS = {
     ),
     "ep": (mw.Mesh(ep=3), expert_strategies(), 2),
     "cp": (mw.Mesh(cp=2), (mw.RingAttention(), mw.DDP(axis="cp")), 4),
+    "folded": (mw.Mesh(dp_shard=2, cp=2), expert_strategies(over=("dp_shard", "cp")), 3),
     "1f1b": (mw.Mesh(pp=2, dp_shard=2), (mw.Pipeline(), *expert_strategies()[2:]), 2),
 }
 
@@ -106,7 +107,10 @@ def verdict_of(name: str, model: str = "own") -> mw.Verdict:
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [*((name, "own") for name in PLANS if name != "cp"), ("cp", "deepseek"), ("ep", "deepseek")],
+    [
+        *((name, "own") for name in PLANS if name not in ("cp", "folded")),
+        *((name, "deepseek") for name in ("cp", "ep", "folded")),
+    ],
 )
 def test_it_equals_one_device(name: str, model: str):
     verdict = verdict_of(name, model)

@@ -14,6 +14,7 @@ from meshwright.planner.analytic.expert_time import (
     local_expert_numel,
     max_expert_load,
 )
+from meshwright.planner.analytic.layer_time import layer_collectives
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.analytic.parallel_config import ExpertCosts, ParallelConfig
 from meshwright.planner.machine.machine import make_machine
@@ -126,6 +127,44 @@ def test_folded_experts_take_the_ranks_of_tp_and_each_sends_its_tokens():
     ratio = expert_compute(shape, folded, FREE).total / expert_compute(shape, plain, FREE).total
     assert 0.45 < ratio < 0.6
     assert (folded.expert_copies, plain.expert_copies) == (1, 1)
+
+
+def test_tensor_ranks_with_different_experts_send_nothing_and_sum_what_they_compute():
+    shape = parse_shape(MIXTRAL)
+    whole = ParallelConfig(tp=4, expert_load=1.0, micro_batch=16)
+    summed, sliced = replace(whole, ep=4, ep_tp=4), replace(whole, expert_tp=4)
+    assert not list(summed.diagnostics(shape))
+    assert local_expert_numel(shape, summed) == shape.layer_expert_numel / 4
+    assert expert_dispatch(shape, summed, FREE).total == 0
+    sums = [layer_collectives(shape, each, FREE).total for each in (whole, summed, sliced)]
+    assert sums[0] < sums[1] == sums[2]
+    balanced, loaded, narrow = (
+        expert_compute(shape, each, FREE).total for each in (summed, replace(summed, expert_load=4.0), sliced)
+    )
+    assert balanced < narrow < loaded
+
+
+def test_shared_and_chosen_experts_are_summed_each_by_themselves():
+    shape = replace(parse_shape(DEEPSEEK), dense_layers=0)
+    shared, both = ParallelConfig(tp=4), ParallelConfig(tp=4, expert_tp=4)
+    sums = [layer_collectives(shape, each, FREE).total for each in (shared, both)]
+    assert sums[1] / sums[0] == pytest.approx(6 / 4)  # of attention, and of one or two MLPs
+
+
+def test_beside_tensor_ranks_with_different_experts_fewer_rows_travel():
+    shape = parse_shape(MIXTRAL)
+    plain = ParallelConfig(dp=2, tp=4, ep=2, expert_load=1.0)
+    folded = replace(plain, ep=8, ep_tp=4)
+    seconds = [expert_dispatch(shape, each, FREE).total for each in (plain, folded)]
+    reached = [1 - comb(8 - each, 2) / comb(8, 2) for each in (4, 1)]  # four experts there, or one
+    assert seconds[1] / seconds[0] == pytest.approx(reached[1] / reached[0])
+    assert (folded.ep_dispatch, folded.ep_dp, folded.expert_copies) == (2, 2, 1)
+
+
+def test_cp_joins_where_dp_has_no_such_divisor():
+    along_dp, along_cp = ParallelConfig(dp=8, cp=4, ep=8), ParallelConfig(dp=2, cp=4, ep=8)
+    assert (along_dp.ep_dp, along_cp.ep_dp) == (8, 2)
+    assert not list(along_cp.diagnostics(parse_shape(MIXTRAL)))
 
 
 def test_a_step_without_ep_reads_all_experts_and_with_it_reduces_fewer_gradients():

@@ -23,6 +23,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
@@ -168,7 +169,7 @@ def tensor_and_context_parallel_programs() -> tuple[Plan, ...]:
         ),
         Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="microbatch")),
         **{
-            Mesh(cp=n): (strategy, TiledMLP(2), DDP(axis="cp"))
+            Mesh(cp=n): (strategy, TiledMLP(2), Gist(backward_dtype="bfloat16"), DDP(axis="cp"))
             for n, strategy in {3: RingAttention(), 2: Ulysses(), 4: HybridContextParallel()}.items()
         },
     }

@@ -8,16 +8,24 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from meshwright.api import make_plan
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.rank_memory import state_bytes
-from meshwright.report.terminal.memory_and_sent_bytes import sent_table, state_nbytes_by_role, states_table
+from meshwright.report.terminal.memory_and_sent_bytes import (
+    expected_text,
+    sent_table,
+    state_nbytes_by_role,
+    states_table,
+)
 from tests.paper_model import FIRST_ROLE, SyntheticModel
+from tests.parallel.expert.mixture_model import analyzed_mixtral, expert_strategies, sgd_job
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
 
@@ -74,3 +82,17 @@ def test_what_is_held_all_the_time_is_what_no_action_takes(stage: int):
     taken = {hold.name for action in plan.program.actions(FIRST_ROLE) for hold in action.allocations}
     assert any("gradient" in name for name in taken)
     assert sum(held.values()) == said.parameters + said.optimizer_states + said.master
+
+
+def test_bytes_that_the_choice_of_experts_decides_are_said_to_be_expected():
+    assert expected_text(plan_of(ZeRO(stage=2))) == ""
+    plan = make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies())
+    sizes = [
+        transfer.runtime_size
+        for action in plan.program.roles[0].actions
+        for transfer in action.transfers
+        if transfer.runtime_size is not None
+    ]
+    more = sum(size.max_rows * size.row_nbytes - size.expected_rows * size.row_nbytes for size in sizes)
+    assert more > 0
+    assert f"expected, at most {format_nbytes(more)} more" in expected_text(plan)

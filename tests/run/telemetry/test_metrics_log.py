@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,16 @@ def test_a_whole_line_of_something_else_is_refused_with_its_place(tmp_path, text
     assert fault.location == f"{tmp_path / 'metrics.jsonl'}:3"
     assert "is not one of metrics" in fault.problem
     assert "remove the line" in fault.fix
+
+
+def test_a_full_disk_is_told_with_its_repair_and_the_file_can_be_closed(tmp_path, monkeypatch):
+    journal = MetricsLog(tmp_path)
+    journal.close()
+    with suppress(OSError), Path("/dev/full").open("a", encoding="ascii") as full:
+        monkeypatch.setattr(journal, "_file", full)
+        with pytest.raises(
+            PlanError, match=r"(?s)the metrics cannot be written: No space left.*continues from"
+        ):
+            journal.write(line(1))
+        journal.close()
+        assert full.closed

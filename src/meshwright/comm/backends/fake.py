@@ -64,8 +64,9 @@ class FakeGroup(Group):
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Multiplies `tensor` by the size of the group, in place."""
         announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
-        with torch.no_grad():
-            tensor.mul_(self.size)
+        if self.size > 1:
+            with torch.no_grad():
+                tensor.mul_(self.size)
         return CompletedWork()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:

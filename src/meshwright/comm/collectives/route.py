@@ -8,7 +8,7 @@ The adjoint of a route is the way back: its splits change places, so the gradien
 row came from. Rows for the own rank are not part of a route. A rank without rows takes part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,23 +26,12 @@ class Route:
     output_splits: tuple[int, ...]
 
     @classmethod
-    def exchange(
-        cls,
-        group: Group,
-        counts: torch.Tensor,
-        action: str = "",
-        known: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-    ) -> "Route":
-        """Returns the route on which this rank sends `counts[i]` rows to rank i; ranks tell each other.
-
-        `counts` are int64 [size of the group]; those of the own rank are left out. All ranks call this. On a
-        GPU it waits for the device. `known` are the splits for `counts` without values (fake tensors).
+    def of_rows(cls, group: Group, sent: Sequence[int], arriving: Sequence[int]) -> "Route":
+        """Returns the route with these rows for each rank and from each; those of the own rank are left
+        out.
         """
-        arriving = torch.empty_like(counts)
-        group.all_to_all(arriving, counts, action=action).wait()
-        sent, arrived = known or (counts.tolist(), arriving.tolist())
         here = group.index
-        return cls(group, *((*rows[:here], 0, *rows[here + 1 :]) for rows in (tuple(sent), tuple(arrived))))
+        return cls(group, *((*rows[:here], 0, *rows[here + 1 :]) for rows in (tuple(sent), tuple(arriving))))
 
     @property
     def adjoint(self) -> "Route":
@@ -62,13 +51,28 @@ class Route:
         return arrived
 
 
+def exchange_counts(
+    group: Group, counts: torch.Tensor, action: str = ""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns `counts`, of which row i is for rank i, and the rows that the other ranks have for this one.
+
+    `counts` are int64 [ranks, ..]. All ranks call this. On a GPU the host waits for the device, once.
+    """
+    arriving = torch.empty_like(counts)
+    group.all_to_all(arriving, counts, action=action).wait()
+    sent, arrived = torch.stack([counts, arriving]).tolist()
+    return sent, arrived
+
+
 def send_rows(
     route: Route, action_name: Callable[[], str], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the rows of all `tensors` that arrive here, each [rows, ...] in the order of the ranks.
+    """Returns the rows of all `tensors` [rows, width] that arrive here, in the order of the ranks.
 
-    Differentiable: in backward the gradients of those that need one travel back, in the same order, also on a
-    rank to which no gradient comes. `action_name()` is the action in the ledger, then too.
+    They travel as one message, in the dtype of the first: the bits of the others are read as that dtype, so
+    their rows must be a multiple of its size. Differentiable: in backward the gradients of those that need
+    one travel back as one message, also on a rank to which no gradient comes. `action_name()` is the action
+    in the ledger, then too.
     """
     return _SendRows.apply(route, action_name, *tensors)
 
@@ -79,22 +83,28 @@ class _SendRows(torch.autograd.Function):
         ctx: Any, route: Route, action_name: Callable[[], str], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.way = route, action_name
-        return tuple(route.send(tensor, action_name()) for tensor in tensors)
+        return _send_packed(route, action_name(), tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         route, action_name = ctx.way
         needed = ctx.needs_input_grad[2:]
+        wanted = [grad for grad, needs in zip(grads, needed, strict=True) if needs]
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
-            wanted = [grad for grad, needs in zip(grads, needed, strict=True) if needs]
             arrived = iter(send_rows(route.adjoint, action_name, *wanted))
-            return None, None, *(next(arrived) if needs else None for needs in needed)
-        back = route.adjoint
-        return (
-            None,
-            None,
-            *(
-                back.send(grad, action_name()) if needs else None
-                for grad, needs in zip(grads, needed, strict=True)
-            ),
-        )
+        else:
+            arrived = iter(_send_packed(route.adjoint, action_name(), wanted))
+        return None, None, *(next(arrived) if needs else None for needs in needed)
+
+
+def _send_packed(route: Route, action: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Returns what arrives of `tensors`, each [rows, width]; the first as a part of the whole message."""
+    first, *others = tensors
+    if not others:
+        return (route.send(first, action),)
+    bits = [first, *(each.contiguous().view(first.dtype) for each in others)]
+    arrived = route.send(torch.cat(bits, dim=1), action)
+    parts = arrived.split([each.shape[1] for each in bits], dim=1)
+    return parts[0], *(
+        part.contiguous().view(each.dtype) for part, each in zip(parts[1:], others, strict=True)
+    )

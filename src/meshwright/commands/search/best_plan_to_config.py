@@ -75,7 +75,7 @@ def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:
         ("pp", config.pp),
         ("dp_replicate", outer),
         ("dp_shard", inner),
-        ("ep", config.ep),
+        ("ep", config.ep_dp),
         ("cp", config.cp),
         ("tp", config.tp),
     )
@@ -88,7 +88,7 @@ def _data_parallel_sizes(config: ParallelConfig) -> tuple[int, int]:
     if not config.zero_stage:
         return config.dp, 1
     group = config.zero_group_size or config.dp
-    return config.dp // group, group // config.ep
+    return config.dp // group, group // config.ep_dp
 
 
 def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -103,14 +103,23 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
         yield _attention(config)
     if config.recompute != "none":
         yield {"name": "activation_checkpointing"}
-    if config.ep > 1:
-        yield {"name": "expert_parallel"}
-        yield {"name": "batch_split", "axis": "ep"}
+    if config.expert_tp > 1:
+        yield {"name": "expert_tensor_parallel"}
+    over = expert_axes(config)
+    if over:
+        yield {"name": "expert_parallel", **({} if over == ["ep"] else {"over": over})}
+    yield from [{"name": "batch_split", "axis": "ep"}] if config.ep_dp > 1 else []
     outer, inner = _data_parallel_sizes(config)
     yield from [{"name": "batch_split", "axis": "dp_replicate"}] if outer > 1 else []
-    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 or config.ep > 1 else []
+    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 or config.ep_dp > 1 else []
     if config.data_parallel_size > 1:
         yield _storage_strategy(config, outer, inner)
+
+
+def expert_axes(config: ParallelConfig) -> list[str]:
+    """Returns the axes over which experts are distributed."""
+    ranks = {"ep": config.ep_dp, "cp": config.ep_dispatch // config.ep_dp, "tp": config.ep_tp}
+    return [axis for axis, size in ranks.items() if size > 1]
 
 
 def _split_fields(best: Candidate, layers: Sequence[str]) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def _storage_strategy(config: ParallelConfig, outer: int, inner: int) -> dict[st
     replicate_axis = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
     return {
         "name": "zero",
-        "axis": "dp_shard" if inner > 1 or config.ep > 1 else "cp",
+        "axis": "dp_shard" if inner > 1 or config.ep_dp > 1 else "cp",
         "stage": config.zero_stage,
         **replicate_axis,
     }

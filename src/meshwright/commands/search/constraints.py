@@ -1,7 +1,8 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
     dp tp pp cp                 ranks along an axis
-    ep                          ranks, of those along dp, with different experts
+    ep                          ranks, of those along dp, cp and tp, with different experts
+    expert_tp                   tp ranks that share the matrices of each expert: tp, or 1
     dp_shard                    the data-parallel ranks that share one set of shards
     zero                        the ZeRO stage
     micro_batch                 samples of a microbatch

@@ -33,14 +33,19 @@ from meshwright.resolve_config import OpenedRequest, open_valid_request, plan_re
 from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
 
 NUM_TRIED = 8
+WHOLE_EXPERTS = {"ep": 1, "expert_tp": 1}  # sizes of a search that gives each rank all experts
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """A request with a mesh, its strategies and a micro-batch; `text` describes these."""
+    """A request with a mesh, its strategies and a micro-batch; `text` describes these.
+
+    `divides_experts`: ranks have different experts, or slices of each.
+    """
 
     request: PlanRequest
     text: str
+    divides_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,10 @@ def _search_plan(
     others = [each for each in found.best if alone is None or each.config != alone.config]
     first, second = (
         _first_allowed(
-            (_Choice(_with_candidate(request, each), config_text(each)) for each in candidates),
+            (
+                _Choice(_with_candidate(request, each), config_text(each), _divides_experts(each))
+                for each in candidates
+            ),
             devices,
             wanted.usable_memory,
             notes,
@@ -130,9 +138,9 @@ def _search_plan(
         )
         for candidates in ([alone] if alone else [], others)
     )
-    allowed_ep = [each.choice.request.mesh.get("ep", 1) for each in (first, second) if each is not None]
-    if errors and any(each.config.ep > 1 for each in found.best) and max(allowed_ep, default=1) == 1:
-        return _search_plan(request, devices, notes, {"ep": 1})
+    are_divided = any(each.choice.divides_experts for each in (first, second) if each is not None)
+    if errors and any(map(_divides_experts, found.best)) and not are_divided:
+        return _search_plan(request, devices, notes, WHOLE_EXPERTS)
     if first is None or second is None:
         only = first or second
         if only is None:
@@ -182,6 +190,10 @@ def _first_allowed(
         errors.append(PlanError(text, fix=fix, location="--devices"))
         notes.append(f"not chosen: {text}")
     return None
+
+
+def _divides_experts(candidate: Candidate) -> bool:
+    return candidate.config.ep * candidate.config.expert_tp > 1
 
 
 def _with_candidate(request: PlanRequest, candidate: Candidate) -> PlanRequest:

@@ -129,6 +129,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._comm_dtype = (
             None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         )
+        self._is_float64 = precision.compute == "float64"
         self._token_shards: dict[int, TokenShard] = {}  # by length
         self._gather_orders: dict[int, torch.Tensor] = {}  # by length, on the device
         self._lengths_by_shapes: dict[tuple[Any, ...], SequenceLengths] = {}  # by shapes
@@ -137,6 +138,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._recomputed_call, self._in_own_kernel = "", False
         self._num_calls: dict[str, int] = {}
         self._attention_patch = self._patch_attention()
+        own_calls = state.plan.view.model_spec.block_calls
+        for name in {each.module for each in sequence_info.sample_gathers if each.block_call in own_calls}:
+            state.patches.replace_forward(name, self._run_whole_samples)
         self._driver: ForwardDriver | None = None
 
     def set_attention(self, attention_fn: AttentionImpl) -> None:
@@ -303,11 +307,22 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                 self._all_reduce_partial,
                 inner_ranges,
                 keeps_positions,
+                gather_exactly=partial(self._all_gather_tokens, length, is_exact=True),
             )
         return self._token_shards[length]
 
-    def _all_gather_tokens(self, length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gathers all tokens along `dim`, in position order.
+    def _run_whole_samples(
+        self, module: nn.Module, compute: Callable[..., Any], *values: torch.Tensor, per_token: bool = True
+    ) -> Any:
+        """Runs `nn.WholeSamples` on the values of all tokens."""
+        if not self._is_sharded_call():
+            return compute(*values)
+        return self.compute_of_whole_samples(self._current_call, compute, values, per_token=per_token)
+
+    def _all_gather_tokens(
+        self, length: int, local: torch.Tensor, dim: int, *, is_exact: bool = False
+    ) -> torch.Tensor:
+        """Gathers all tokens along `dim`, in position order; if `is_exact`, in a dtype that rounds nothing.
 
         Backward sums each rank's gradients over all ranks.
         """
@@ -316,9 +331,12 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         local = local.narrow(dim, 0, num_tokens[self._group.index])
         pad = [0, 0] * (local.ndim - 1 - dim) + [0, max_count - local.shape[dim]]
         padded = F.pad(local, pad) if pad[-1] else local
-        comm_dtype = (
-            local.dtype if self._comm_dtype is None or not local.is_floating_point() else self._comm_dtype
-        )
+        comm_dtype = local.dtype
+        if is_exact:
+            wide = torch.float64 if self._is_float64 else torch.float32
+            comm_dtype = wide if local.is_floating_point() else torch.int64
+        elif self._comm_dtype is not None and local.is_floating_point():
+            comm_dtype = self._comm_dtype
         gathered = redistribute(
             padded.to(comm_dtype), self._group, S(dim), R, lambda: self._state.current_action
         ).to(local.dtype)

@@ -329,6 +329,7 @@ def _build_model_spec(
         requests_checkpointing=loaded_model.requests_checkpointing,
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         batch_norm_calls=tuple(findings.batch_norm_calls),
+        relu_activations=tuple(findings.relu_activations),
         experts_calls=tuple(findings.experts_calls),
         choice_biases=tuple(choice_biases(module, findings.experts_calls)),
         layer_calls=divisible.calls,

@@ -6,6 +6,7 @@ checkpointing             activation checkpointing of one block call
 split_backward            splits a block's backward into input gradients (I) and weight gradients (W)
 autograd_partition        which block call uses which parameter; tensors that bypass a block's outputs
 inplace_writes_in_glue    in-place writes in the code between blocks
+relu_activations          what autograd saves of ReLU and max pooling
 saved_activations         counts what autograd saves inside each block call
 recorded_block_calls      which block calls of a recording are equal, so that one of them runs in a trial
 batch_coupling            layers that couple the samples of a batch (batch norm, max_norm, buffers)

@@ -36,6 +36,7 @@ from meshwright.model.recording.forward_recording import (
     tensor_records,
 )
 from meshwright.model.recording.model_operations import Operation
+from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import map_leaves, named_tensors, tree_tensors, value_leaves
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
 
@@ -170,10 +171,10 @@ class OutputTensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
     def find_or_make(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the input that it is, or a new tensor like it."""
+        """Returns the input that it is, or a new tensor like it, which the model may write in place."""
         if self.input_number >= 0:
             return inputs[self.input_number]
-        return self.make().requires_grad_(self.needs_grad)
+        return make_alias(self.make().requires_grad_(self.needs_grad))
 
 
 def input_numbers(given: Any) -> dict[int, int]:

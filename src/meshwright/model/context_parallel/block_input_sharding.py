@@ -207,6 +207,35 @@ class ShardedForward:
         self._num_conv_calls += 1
         return block_call, self._conv_calls.get(block_call, ()), self._num_conv_calls - 1, self.lengths
 
+    def compute_of_whole_samples(
+        self,
+        block_call: str,
+        compute: Callable[..., Any],
+        values: Sequence[torch.Tensor],
+        *,
+        per_token: bool,
+    ) -> Any:
+        """Returns what `nn.WholeSamples` returns for the `values` of this rank's tokens in a block call.
+
+        Raises PlanError for values of other tokens.
+        """
+        shard = self.lengths.known_shard(self._num_sharded_tokens[block_call])
+        spans = with_padding(shard.spans)
+        if any(each.shape[1] != num_positions(spans) for each in values):
+            shapes = " and ".join(str(list(each.shape)) for each in values)
+            text = (
+                f"whole samples are computed of {shapes}, and a rank has {num_positions(spans)} tokens here"
+            )
+            fix = "give nn.WholeSamples values [samples, tokens, ..] of all tokens that the block gets"
+            raise PlanError(text, fix=fix, location=block_call)
+        results = compute(*(shard.gather_exactly(each, 1) for each in values))
+        if not per_token:
+            return results
+        selected = {
+            id(each): shard.selector.select_spans(each, 1, spans) for each in tree_tensors((results,))
+        }
+        return replace_tensors((results,), selected)[0]
+
 
 class SingleRankForward(ShardedForward):
     """A forward whose only rank has all tokens: glue sees SequenceShardedTensors, blocks their local

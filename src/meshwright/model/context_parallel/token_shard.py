@@ -24,7 +24,8 @@ MIN_SHARED_NDIM = 3  # shared inputs of layers: masks and positional tables
 class TokenShard:
     """The tokens of this rank among `length`: those in `spans`.
 
-    `gather` assembles the full tensor for glue, `sum_over_ranks` adds what all ranks have, in the given
+    `gather` assembles the full tensor for glue, `gather_exactly` the same in a dtype that rounds nothing,
+    `sum_over_ranks` adds what all ranks have, in the given
     dtype, if a few tokens or a sum suffice. Ranks that exchange heads have the tokens in `group_spans`
     together (empty: there are none). If `caches_slices`, slices are kept for the following layers; it is
     false if glue may write to them through memory that no hook sees.
@@ -38,6 +39,7 @@ class TokenShard:
     )
     group_spans: tuple[TokenRange, ...] = field(compare=False, repr=False, default=())
     caches_slices: bool = field(compare=False, repr=False, default=True)
+    gather_exactly: GatherTokens = field(compare=False, repr=False, default=lambda local, dim: local)
     # what selects these tokens, and others of samples of this length
     selector: PositionSelector = field(compare=False, repr=False, default_factory=PositionSelector)
     # slices, shared by all layers

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,10 @@ from torch import nn
 
 from meshwright.model.hf.declared_tp_plan import config_of
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+
+# of configs of transformers: the experts of a layer, and those that a token chooses
+EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 def repository_factory(
@@ -169,7 +174,22 @@ def _build_config(source: str, raw: dict[str, Any], auto_map: object, overrides:
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     config = _make_config(config_class, raw, {})
-    return _make_config(config_class, raw, _check_overrides(overrides, config)) if overrides else config
+    if overrides:
+        config = _make_config(config_class, raw, _check_overrides(overrides, config))
+    _check_choices(config)
+    return config
+
+
+def _check_choices(config: Any) -> None:
+    """Raises PlanError if a token chooses more experts than there are: the forward would fail."""
+    whole = config.to_dict()
+    for fields in (whole, *(part for part in whole.values() if isinstance(part, dict))):
+        for name, field in product(CHOSEN_FIELDS, EXPERTS_FIELDS):
+            k, number = fields.get(name), fields.get(field)
+            if isinstance(k, int) and isinstance(number, int) and k > number > 0:
+                text = f"each token chooses {name} = {k} of {field} = {number} experts"
+                fix = f"set {name} to {number} or less, in the config or in model.overrides; or more experts"
+                raise PlanError(text, fix=fix, location=CONFIG_KEY)
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 A router compares scores. Two that nearly tie may be rounded otherwise under a plan, and change places: then
 all that follows differs, though nothing is wrong. So choices are compared before numbers. The margin is the
 difference of the weights of the experts that changed places.
-Limits: of experts that choose tokens, a position is that of the choice among those of its sample.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.nn.mixture_of_experts import MixtureOfExperts
+from meshwright.nn.routing.routes import Routes
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 
 
@@ -28,6 +29,10 @@ class Choices:
     def of_samples(self, num_samples: int) -> "Choices":
         """Returns them as [samples, tokens of each, k]."""
         return Choices(*(each.unflatten(0, (num_samples, -1)) for each in (self.index, self.weights)))
+
+    def first_tokens(self, number: int) -> "Choices":
+        """Returns those of the first tokens of [samples, tokens, k]."""
+        return Choices(self.index[:, :number], self.weights[:, :number])
 
 
 @dataclass
@@ -48,10 +53,14 @@ class ChoiceRecorder:
             def record(called: nn.Module, args: Any, kwargs: Any, layer: str = layer) -> None:
                 key = self.forward_key()
                 if key is not None and (layer, key) not in self.found:
-                    _, index, weights = tree_tensors((args, kwargs))
+                    index, weights = _given_choice(args, kwargs)
                     self.found[layer, key] = Choices(index.detach().clone(), weights.detach().clone())
 
-            handle = module.get_submodule(layer).register_forward_pre_hook(record, with_kwargs=True)
+            parent = module.get_submodule(layer.rpartition(".")[0])
+            # experts that choose tokens are given a row for each choice, and not for each token
+            called = parent.expert_rows if isinstance(parent, MixtureOfExperts) else None
+            called = called or module.get_submodule(layer)
+            handle = called.register_forward_pre_hook(record, with_kwargs=True)
             self._handles.append(handle)
 
     def pop_choices(self, num_samples: int) -> dict[str, Choices]:
@@ -67,6 +76,15 @@ class ChoiceRecorder:
         self._handles.clear()
 
 
+def _given_choice(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the index and the weights [tokens, k] among the arguments of experts, or of `ExpertRows`."""
+    for routes in args:
+        if isinstance(routes, Routes):
+            return routes.index.flatten(0, 1), routes.weights.flatten(0, 1)
+    _, index, weights = tree_tensors((args, kwargs))
+    return index, weights
+
+
 def first_other_choice(
     found: Choices, expected: Choices, samples: Sequence[int], positions: Sequence[int]
 ) -> str:
@@ -76,7 +94,7 @@ def first_other_choice(
     `found` are those of `samples` and `positions` of the samples in `expected`, [samples, tokens, k] both.
     An expert of weight 0 does not count, nor does the order of experts.
     """
-    rows = (torch.tensor(samples).unsqueeze(1), torch.tensor(positions))
+    rows = (torch.tensor(samples).unsqueeze(1), torch.tensor(positions, dtype=torch.int64))
     truth = Choices(expected.index[rows], expected.weights[rows])
     same = found.index.sort(-1).values == truth.index.sort(-1).values
     for sample, place in (~same.all(-1)).nonzero().tolist():

@@ -235,8 +235,7 @@ def _refuse_short_sequences(full_shape: Sequence[int], shardings: Sequence[DrawS
     for sequence_sharding, index in ((sharding.sequence_sharding, sharding.index) for sharding in shardings):
         if (
             sequence_sharding is not None
-            and len(full_shape) > 1
-            and full_shape[-2] == MIN_TOKENS
+            and tuple(full_shape[-2:-1] or full_shape[-1:]) == (MIN_TOKENS,)
             and with_padding(sequence_sharding.token_ranges(MIN_TOKENS, index)) != ((0, MIN_TOKENS),)
         ):
             text = (

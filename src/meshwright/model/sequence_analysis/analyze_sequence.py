@@ -114,6 +114,7 @@ def analyze_sequence(
         block_calls=block_infos,
         attention_calls=tuple(whole.attention_calls),
         conv_calls=tuple(whole.conv_calls),
+        sample_gathers=tuple(whole.sample_gathers),
         gathers=gathers,
         batch_dependent_reason=varying_reason,
         reads_values=whole.reads_values,

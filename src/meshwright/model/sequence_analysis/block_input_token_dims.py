@@ -6,8 +6,9 @@ trial.
     first attention input    of a model without token inputs: tokens start with its [samples, tokens, width]
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,13 +28,20 @@ from meshwright.model.sequence_analysis.token_rules import (
     find_token_dims,
 )
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
+from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import opaque_tensors, tree_tensors, value_leaves
 from meshwright.nn.experts import Experts
-from meshwright.nn.mixture_of_experts import MixtureOfExperts
+from meshwright.nn.mixture_of_experts import ExpertRows, MixtureOfExperts
 from meshwright.nn.routing.capacity import SAMPLE, GroupRouting
+from meshwright.nn.whole_samples import WholeSamples
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionMaskSpec,
+    AttentionSpec,
+    GatheredValue,
+    SampleGather,
+)
 
 LENGTH_ARGUMENT = "gets the number of tokens as an argument: a rank has some of them, so use their shape"
 
@@ -48,13 +56,20 @@ class TracedBlockCall:
     calls_attention: bool = False
     attends_elsewhere: bool = False  # it attends to a tensor without tokens
     finished_modules: list[str] = field(default_factory=list)  # modules that have returned
-    num_open_experts: int = 0  # number of experts that run; their operations are not checked
+    num_unchecked: int = 0  # open modules whose operations are not checked: experts, and WholeSamples
     leaks_tokens: bool = False  # tokens leave the block other than through its outputs
     # length of the inputs of inner modules
     module_num_tokens: dict[str, int] = field(default_factory=dict)
     reads_tokens: bool = False  # it computes with its tokens, beyond reading shapes
     # ids of input masks that every rank has in full
     replicated_masks: frozenset[int] = frozenset()
+
+    def end_module(self, module: nn.Module) -> bool:
+        """Notes that `module` has returned. Returns whether it is the one that was open."""
+        if not self.open_modules or self.open_modules[-1][1] is not module:
+            return False
+        self.finished_modules.append(self.open_modules.pop()[0])
+        return True
 
 
 @dataclass
@@ -269,21 +284,50 @@ def note_module_call(
         block_call.module_num_tokens |= {name: min(inputs_found)} if len(inputs_found) == 1 else {}
 
 
-SHARES_CAPACITY = "shares the capacity of experts among the tokens of a sample"
-
-
-def computes_per_token(experts: nn.Module) -> bool:
-    """Returns whether these experts treat each token by itself, although they sort the rows of all tokens or
-    run differently in a trial.
+def unchecked_modules(module: nn.Module) -> set[int]:
+    """Returns the ids of modules whose operations need no check: experts that treat each token by itself,
+    although they sort the rows of all tokens or run differently in a trial; and `WholeSamples`.
     """
+    experts = {each.name for each in find_layer_roles(module) if each.kind == "experts"}
+    return {
+        id(part)
+        for name, part in module.named_modules()
+        if isinstance(part, (ExpertRows, WholeSamples)) or (name in experts and _computes_per_token(part))
+    }
+
+
+def _computes_per_token(experts: nn.Module) -> bool:
     return isinstance(experts, Experts) or type(experts).__module__.startswith("transformers.")
 
 
-def group_by_sample(module: nn.Module) -> bool:
-    """Returns whether `module` is a mixture of experts with capacity; its groups become whole samples, which
-    may have any length in a trial.
+def group_by_sample(module: nn.Module) -> None:
+    """Makes the groups of `module`, if it is a mixture of experts with capacity, whole samples, which may
+    have any length in a trial.
     """
-    if not isinstance(module, MixtureOfExperts) or not isinstance(module.routing, GroupRouting):
-        return False
-    module.routing = replace(module.routing, group_tokens=SAMPLE)
-    return True
+    if isinstance(module, MixtureOfExperts) and isinstance(module.routing, GroupRouting):
+        module.routing = replace(module.routing, group_tokens=SAMPLE)
+
+
+def note_gather(
+    block_call: TracedBlockCall,
+    args: tuple[Any, ...],
+    calls: tuple[Sequence[AttentionSpec], list[SampleGather]],
+    trial_lengths: TrialLengths,
+) -> str:
+    """Adds the call of `WholeSamples` with `args` to the `calls` of attention and gathers. Returns why its
+    values cannot be gathered; "" if they can.
+    """
+    given, lengths = tree_tensors(args), set[int]()
+    for each in given:
+        lengths.add(trial_lengths.planned_lengths.get(each.shape[1], 0) if each.ndim > 1 else 0)
+        if find_token_dims(each, trial_lengths.prime_product) != (1,):
+            lengths.add(0)
+    if len(lengths) != 1 or 0 in lengths:
+        return "computes of whole samples what is not [samples, tokens, ..]"
+    values = (
+        GatheredValue(prod(each.shape[2:]), each.is_floating_point(), each.requires_grad) for each in given
+    )
+    attended = sum(each.block_call == block_call.name for each in calls[0])
+    where = block_call.name, block_call.open_modules[-1][0], lengths.pop()
+    calls[1].append(SampleGather(*where, tuple(values), attended, tuple(block_call.finished_modules)))
+    return ""

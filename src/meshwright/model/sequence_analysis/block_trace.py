@@ -38,17 +38,17 @@ from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.hf.declared_tp_plan import sdpa_advice
 from meshwright.model.recording.op_table import reads_values
 from meshwright.model.sequence_analysis.block_input_token_dims import (
-    SHARES_CAPACITY,
     BlockInputs,
     TracedBlockCall,
     analyze_block_inputs,
-    computes_per_token,
     describe_attention_call,
     describe_shape,
     group_by_sample,
     is_unrelated_to_tokens,
+    note_gather,
     note_module_call,
     note_opaque_outputs,
+    unchecked_modules,
 )
 from meshwright.model.sequence_analysis.captured_tokens import find_captured_tokens
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
@@ -65,10 +65,10 @@ from meshwright.model.sequence_analysis.token_rules import (
     find_token_dims,
 )
 from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, TrialLengths, recompute_reason
-from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
+from meshwright.nn.whole_samples import WholeSamples
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
 from meshwright.plan.model_spec.sequence_info import (
@@ -76,6 +76,7 @@ from meshwright.plan.model_spec.sequence_info import (
     BlockSequenceInfo,
     CapturedTokens,
     ConvSpec,
+    SampleGather,
 )
 
 
@@ -95,6 +96,7 @@ class BlockTrace(TorchFunctionMode):
     block_calls: dict[str, BlockSequenceInfo] = field(default_factory=dict)
     attention_calls: list[AttentionSpec] = field(default_factory=list)
     conv_calls: list[ConvSpec] = field(default_factory=list)
+    sample_gathers: list[SampleGather] = field(default_factory=list)
     reads_values: bool = False  # glue reads values of tensors
     has_untracked_writes: bool = False  # glue may write to memory that no hook sees
     ops: dict[str, list[ComputedOp]] = field(default_factory=dict)
@@ -140,7 +142,7 @@ class BlockTrace(TorchFunctionMode):
         inner_ids = {id(part) for block in self.blocks.values() for part in block.modules()} - {
             id(each) for each in self.blocks.values()
         }
-        experts = {each.name for each in find_layer_roles(self.module) if each.kind == "experts"}
+        unchecked_ids = unchecked_modules(self.module)
         own_forwards = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         get_shards = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
@@ -148,9 +150,9 @@ class BlockTrace(TorchFunctionMode):
         for name, part in self.module.named_modules():
             group_by_sample(part)
             if id(part) in inner_ids:
-                is_expert = name in experts and computes_per_token(part)
-                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, is_expert)))
-                handles.append(part.register_forward_hook(partial(self._leave_module, is_expert)))
+                unchecked = id(part) in unchecked_ids
+                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, unchecked)))
+                handles.append(part.register_forward_hook(partial(self._leave_module, unchecked)))
         for name, block in self.blocks.items():
             block.forward = partial(self._run_block, name, block, block.forward)
         try:
@@ -176,13 +178,13 @@ class BlockTrace(TorchFunctionMode):
             self._gathered_tensors.check_write(func.__name__, args, kwargs)
             return result
         name = function_title(func).removesuffix(" of").strip("_")
-        if not block_call.num_open_experts:
+        if not block_call.num_unchecked:
             self.ops.setdefault(block_call.name, []).append(
                 ComputedOp.from_call(block_call.open_modules[-1][0], name, args, kwargs)
             )
         if func is F.scaled_dot_product_attention:
             self._note_attention(block_call, SDPAArguments(*args, **kwargs), result)
-        elif not block_call.num_open_experts:
+        elif not block_call.num_unchecked:
             op = TokenOp(name, args, kwargs, tree_tensors(result), self.token_layouts, self.prime_product)
             block_call.reads_tokens = block_call.reads_tokens or bool(
                 op.results
@@ -247,10 +249,8 @@ class BlockTrace(TorchFunctionMode):
         arg_paths = tuple(slot for slot, _ in named_tensors((args, kwargs)))
         is_sharded = bool(find_sharded_tensors((args, kwargs)))
         block_inputs = self._enter_block(block_call, (args, kwargs), is_sharded=is_sharded)
-        key, original = (
-            self._trace_key(block_call, (args, kwargs), block_inputs),
-            tree_tensors((args, kwargs)),
-        )
+        key = self._trace_key(block_call, (args, kwargs), block_inputs)
+        original = tree_tensors((args, kwargs))
         args, kwargs = replace_tensors((args, kwargs), block_inputs.replacements)
         self._last_block_call, side_channels = block_call.name, capture_marks()
         self.on_block_call(block_call.name)
@@ -285,7 +285,8 @@ class BlockTrace(TorchFunctionMode):
         self.gathers.leave_block(block_call.name, passed_on, is_replicated=block_info.is_replicated)
         expose_captured(side_channels, local, self._planned_shard)
         if not captured:
-            specs = self.attention_calls, self.conv_calls, self.ops.get(block_call.name, [])
+            calls = self.attention_calls, self.conv_calls, self.sample_gathers
+            specs = calls, self.ops.get(block_call.name, [])
             values = original, (args, kwargs), outputs
             self._traces.add(key, block_call, block_info, specs, values, self.token_layouts)
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
@@ -300,6 +301,7 @@ class BlockTrace(TorchFunctionMode):
         name = trace.block_call.name
         self.attention_calls += trace.attention_calls
         self.conv_calls += trace.conv_calls
+        self.sample_gathers += trace.sample_gathers
         if trace.ops:
             self.ops[name] = trace.ops
         outputs = trace.make_outputs(given, self.token_layouts, self.fake_mode)
@@ -350,7 +352,9 @@ class BlockTrace(TorchFunctionMode):
         else:
             block_info = try_replicated(block_info, outputs, block_inputs, self.trial_lengths)
         if not block_info.not_sequence_parallel:
-            self.conv_calls = [each for each in self.conv_calls if each.block_call != block_call.name]
+            name = block_call.name
+            self.conv_calls = [each for each in self.conv_calls if each.block_call != name]
+            self.sample_gathers = [each for each in self.sample_gathers if each.block_call != name]
         return block_info
 
     def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
@@ -436,24 +440,20 @@ class BlockTrace(TorchFunctionMode):
         )
         return reason
 
-    def _enter_module(self, name: str, is_expert: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter_module(self, name: str, unchecked: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._block_call is not None:
             note_module_call(self._block_call, name, args, self.trial_lengths)
             self._block_call.open_modules.append((name, module))
-            self._block_call.num_open_experts += is_expert
-            self._note(self._block_call, SHARES_CAPACITY if group_by_sample(module) else "")
+            self._block_call.num_unchecked += unchecked
+            if isinstance(module, WholeSamples):
+                calls = self.attention_calls, self.sample_gathers
+                self._note(self._block_call, note_gather(self._block_call, args, calls, self.trial_lengths))
 
-    def _leave_module(self, is_expert: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ends a module inside a block; outputs of experts have tokens like their inputs."""
-        if (
-            self._block_call is None
-            or not self._block_call.open_modules
-            or self._block_call.open_modules[-1][1] is not module
-        ):
+    def _leave_module(self, unchecked: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends a module inside a block; outputs of one that is not checked have tokens like its inputs."""
+        if self._block_call is None or not self._block_call.end_module(module):
             return
-        self._block_call.finished_modules.append(self._block_call.open_modules.pop()[0])
-        self._block_call.num_open_experts -= is_expert
-        for each in tree_tensors(output) if is_expert else ():
-            dims = find_token_dims(each, self.prime_product)
-            if dims:
+        self._block_call.num_unchecked -= unchecked
+        for each in tree_tensors(output) if unchecked else ():
+            if find_token_dims(each, self.prime_product):
                 self.token_layouts[each] = SHARDED

@@ -26,7 +26,14 @@ from meshwright.model.tensors.pytree import (
     tree_tensors,
 )
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, ConvSpec
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    BlockSequenceInfo,
+    ConvSpec,
+    SampleGather,
+)
+
+Calls = tuple[list[AttentionSpec], list[ConvSpec], list[SampleGather]]
 
 
 @dataclass(eq=False)
@@ -37,6 +44,7 @@ class BlockCallTrace:
     info: BlockSequenceInfo
     attention_calls: list[AttentionSpec]
     conv_calls: list[ConvSpec]
+    sample_gathers: list[SampleGather]
     ops: list[ComputedOp]
     given: Any  # keeps its tensors alive, by whose ids it is found
     outputs: Any
@@ -51,6 +59,10 @@ class BlockCallTrace:
         def rename(module: str) -> str:
             return after + module.removeprefix(before)
 
+        def new_place(each: ConvSpec | SampleGather) -> dict[str, Any]:
+            prior_layers = tuple(map(rename, each.prior_layers))
+            return {"block_call": name, "module": rename(each.module), "prior_layers": prior_layers}
+
         call = replace(
             self.block_call,
             name=name,
@@ -64,15 +76,8 @@ class BlockCallTrace:
             block_call=call,
             info=replace(self.info, block_call=name),
             attention_calls=[replace(each, block_call=name) for each in self.attention_calls],
-            conv_calls=[
-                replace(
-                    each,
-                    block_call=name,
-                    module=rename(each.module),
-                    prior_layers=tuple(map(rename, each.prior_layers)),
-                )
-                for each in self.conv_calls
-            ],
+            conv_calls=[replace(each, **new_place(each)) for each in self.conv_calls],
+            sample_gathers=[replace(each, **new_place(each)) for each in self.sample_gathers],
             ops=[replace(each, module=rename(each.module)) for each in self.ops],
         )
 
@@ -137,14 +142,14 @@ class EqualBlockTraces:
         key: Any,
         block_call: TracedBlockCall,
         info: BlockSequenceInfo,
-        specs: tuple[list[AttentionSpec], list[ConvSpec], list[ComputedOp]],
+        specs: tuple[Calls, list[ComputedOp]],
         values: tuple[Any, Any, Any],
         layouts: TokenLayouts,
     ) -> None:
         """Keeps the trace of a block call, if an equal one may have the same.
 
-        `specs` are its attention calls, convolutions and operations; `values` what glue gave, that on which
-        the block ran, and what it returned.
+        `specs` are the attention calls, convolutions and gathers so far, and its operations; `values` what
+        glue gave, that on which the block ran, and what it returned.
         """
         if key is None or info.not_sequence_parallel or info.is_replicated or block_call.attends_elsewhere:
             return
@@ -161,12 +166,13 @@ class EqualBlockTraces:
         )
         if sources is None or len({id(each) for each in tree_tensors(outputs)}) < len(tensors):
             return
-        attention_calls, conv_calls, ops = specs
+        calls, ops = specs
         self._traces[key] = BlockCallTrace(
             block_call,
             info,
-            [each for each in attention_calls if each.block_call == block_call.name],
-            [each for each in conv_calls if each.block_call == block_call.name],
+            [each for each in calls[0] if each.block_call == block_call.name],
+            [each for each in calls[1] if each.block_call == block_call.name],
+            [each for each in calls[2] if each.block_call == block_call.name],
             ops,
             (original, given),
             outputs,

@@ -38,6 +38,8 @@ from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.function_modes import InterceptMode
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.model.trial.weight_slice_trial import silence_fake_errors
+from meshwright.nn.mixture_of_experts import ExpertRows
+from meshwright.nn.whole_samples import WholeSamples
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
@@ -167,7 +169,9 @@ class _OpRecorder(ShardedForward):
 
     @contextmanager
     def record_ops(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Patches the blocks of `module` to run as on the rank; operations of experts are not recorded."""
+        """Patches the blocks of `module` to run as on the rank; operations of experts and `WholeSamples` are
+        not recorded.
+        """
         is_sharded = lambda: self._num_sharded_tokens.get(self._block_call, 0) > 0  # noqa: E731  what a name would say twice
         patched = patch_attention(
             module,
@@ -176,10 +180,12 @@ class _OpRecorder(ShardedForward):
         )
         for name, block in blocks.items():
             block.forward = partial(self._run_block, name, block.forward)
-        for layer_role in find_layer_roles(module):
-            if layer_role.kind == "experts":
-                experts = module.get_submodule(layer_role.name)
-                experts.forward = partial(self._run_experts, experts.forward)
+        experts = {each.name for each in find_layer_roles(module) if each.kind == "experts"}
+        for name, part in module.named_modules():
+            if name in experts or isinstance(part, ExpertRows):
+                part.forward = partial(self._run_experts, part.forward)
+            elif isinstance(part, WholeSamples):
+                part.forward = self._run_whole_samples
         with ExitStack() as stack:
             stack.callback(patched.restore)
             stack.enter_context(
@@ -215,6 +221,14 @@ class _OpRecorder(ShardedForward):
     def _run_experts(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with self._pause():
             return forward(*args, **kwargs)
+
+    def _run_whole_samples(
+        self, compute: Callable[..., Any], *values: torch.Tensor, per_token: bool = True
+    ) -> Any:
+        with self._pause():
+            if not self._num_sharded_tokens.get(self._block_call, 0):
+                return compute(*values)
+            return self.compute_of_whole_samples(self._block_call, compute, values, per_token=per_token)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -252,7 +266,8 @@ def _full_shard(length: int) -> TokenShard:
 
 
 def _rank_shard(sequence_sharding: SequenceSharding, index: int, length: int) -> TokenShard:
-    return TokenShard(length, sequence_sharding.token_ranges(length, index), partial(_tile_to_length, length))
+    gather = partial(_tile_to_length, length)
+    return TokenShard(length, sequence_sharding.token_ranges(length, index), gather, gather_exactly=gather)
 
 
 def _tile_to_length(length: int, local: torch.Tensor, dim: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from meshwright.model.blocks.block_forward_backward import (
     ForwardPass,
 )
 from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_lines
+from meshwright.model.blocks.relu_activations import relu_activations
 from meshwright.model.blocks.saved_activations import SavedActivations
 from meshwright.model.recording.forward_recording import (
     AtenOp,
@@ -51,7 +52,7 @@ from meshwright.model.trial.layer_costs import LayerRanges, SavedStorage
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, ExpertsCall, block_of
+from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, ExpertsCall, ReluActivations, block_of
 
 PROBE_BATCH = 3
 SDPA = "scaled_dot_product_attention"
@@ -106,6 +107,7 @@ class TrialFindings:
     table_uses: list[TableUse]
     batch_norm_calls: list[BatchNormCall]
     experts_calls: list[ExpertsCall]
+    relu_activations: list[ReluActivations]
     untracked_write_lines: list[str]
     outside_generators: tuple[str, ...] = ()
 
@@ -232,6 +234,7 @@ def read_trial(recording: Recording) -> TrialFindings:
         table_uses=couplings.uses,
         batch_norm_calls=couplings.batch_norm_calls,
         experts_calls=list(experts_calls(recording)),
+        relu_activations=list(relu_activations(recording, boundaries.kept_storages)),
         untracked_write_lines=untracked_write_lines(recording),
     )
 

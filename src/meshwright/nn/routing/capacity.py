@@ -4,7 +4,8 @@
     capacity 2                                       tokens 3 and 5 are dropped
 
 A group is one sample, or a fixed number of its tokens. It is never what a rank or a microbatch has: then the
-number of devices would decide which tokens are dropped, and so which model is trained.
+number of devices would decide which tokens are dropped, and so which model is trained. Where ranks have some
+of the tokens of a sample, places are found for all of them (`WholeSamples`).
 """
 
 from collections.abc import Iterator
@@ -44,13 +45,18 @@ class GroupRouting(Routing):
 
         Raises PlanError if groups do not divide samples.
         """
-        size = num_tokens if isinstance(self.group_tokens, str) else self.group_tokens
+        size = group_size(self.group_tokens, num_tokens)
         if num_tokens % max(size, 1):
             text = f"groups of {size} tokens do not divide a sample of {num_tokens} tokens"
             divisors = [str(each) for each in range(1, num_tokens + 1) if num_tokens % each == 0]
             fix = f"set group_tokens to one of {', '.join(divisors)}, or to 'sample'; or pad the samples"
             raise PlanError(text, fix=fix, location="routing.group_tokens")
         return size, expert_capacity(size, num_experts, self.capacity_factor)
+
+
+def group_size(group_tokens: int | str, num_tokens: int) -> int:
+    """Returns the tokens of a group in samples of `num_tokens`."""
+    return num_tokens if isinstance(group_tokens, str) else group_tokens
 
 
 def split_groups(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -63,11 +69,11 @@ def join_groups(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(*like.shape[:2], *tensor.shape[2:])
 
 
-def draw_priority(priority: Priority, hidden: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Returns random numbers [groups, size] for the tokens of `hidden` if they are served at random."""
-    if priority == "order":
-        return None
-    return split_groups(torch.rand(hidden.shape[:2], device=hidden.device), size)
+def draw_priority(priority: Priority, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Returns random numbers [samples, tokens] for the tokens of `hidden` if they are served at random; else
+    none.
+    """
+    return [] if priority == "order" else [torch.rand_like(hidden[..., 0], dtype=torch.float32)]
 
 
 def places_in_experts(

@@ -30,6 +30,7 @@ from meshwright.nn.routing.capacity import (
 )
 from meshwright.nn.routing.routes import Routes
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,19 @@ class ExpertChoice(GroupRouting):
         logits = router(hidden)
         probabilities = logits.softmax(-1)
         num_experts = logits.shape[-1]
-        size, capacity = self.size_and_capacity(hidden.shape[1], num_experts)
-        scores = split_groups(probabilities, size)
-        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)
-        taken = join_groups(taken, hidden)
+        taken, num_choices = router.whole_samples(self._take, probabilities.detach())
         experts = torch.arange(num_experts, device=hidden.device)
         index = torch.where(taken, experts, num_experts)
         weights = probabilities.masked_fill(~taken, 0)
-        num_choices = len(scores) * num_experts * capacity
-        return Routes(index, weights, logits, probabilities, None, size, num_choices)
+        # a rank with one token of a sample runs it twice, and experts may take both
+        num_choices = min(max(num_choices, len(index) * MIN_TOKENS * num_experts), index.numel())
+        return Routes(index, weights, logits, probabilities, None, self.group_tokens, num_choices)
+
+    def _take(self, probabilities: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Returns which tokens experts take, [samples, tokens, E], and how many these are together."""
+        num_tokens, num_experts = probabilities.shape[1:]
+        size, capacity = self.size_and_capacity(num_tokens, num_experts)
+        scores = split_groups(probabilities, size)
+        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)
+        return join_groups(taken, probabilities), len(scores) * num_experts * capacity

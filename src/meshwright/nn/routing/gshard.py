@@ -18,11 +18,12 @@ Evaluation takes the second expert wherever there is room.
 Cost: at most 2 x tokens rows, and tokens x experts integers for the places.
 Limits: places follow the order of tokens, so a token's experts depend on the tokens before it in its group.
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (algorithm 1; its auxiliary loss times E^2 is
-`load_balancing_loss`).
+`RouterLosses.load_balancing`).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -61,20 +62,26 @@ class GShard(GroupRouting):
     def route(self, hidden: torch.Tensor, router: Router) -> Routes:
         logits = router(hidden)
         probabilities = logits.softmax(-1)
-        num_tokens, num_experts = hidden.shape[1], logits.shape[-1]
-        size, capacity = self.size_and_capacity(num_tokens, num_experts)
+        num_experts = logits.shape[-1]
         choices = best_experts(probabilities, 2)
         weights = logits.gather(-1, choices).softmax(-1)
-
-        first, second = split_groups(choices, size).unbind(-1)
-        priority = draw_priority(self.priority if router.training else "order", hidden, size)
-        first_places, num_first = places_in_experts(first, num_experts, priority=priority)
-        second_places, _ = places_in_experts(second, num_experts, num_first, priority)
-        kept = join_groups(torch.stack([first_places, second_places], -1) < capacity, hidden)
+        priority = draw_priority(self.priority if router.training else "order", hidden)
+        kept = router.whole_samples(partial(self._have_room, num_experts), choices, *priority)
         if router.training:
-            chance = torch.rand(hidden.shape[:2], dtype=weights.dtype, device=hidden.device)
+            twice = 2 * weights[..., 1].detach()
             first_kept, second_kept = kept.unbind(-1)
-            kept = torch.stack([first_kept, second_kept & (2 * weights[..., 1].detach() > chance)], -1)
+            kept = torch.stack([first_kept, second_kept & (twice > torch.rand_like(twice))], -1)
         kept = kept | ~weights.isfinite()  # a token with such scores is not dropped, so it is seen
         index, weights = choices.masked_fill(~kept, num_experts), weights.masked_fill(~kept, 0)
-        return Routes(index, weights, logits, probabilities, choices[..., :1], size)
+        return Routes(index, weights, logits, probabilities, choices[..., :1], self.group_tokens)
+
+    def _have_room(
+        self, num_experts: int, choices: torch.Tensor, priority: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns which of `choices` [samples, tokens, 2] have a place."""
+        size, capacity = self.size_and_capacity(choices.shape[1], num_experts)
+        first, second = split_groups(choices, size).unbind(-1)
+        priority = None if priority is None else split_groups(priority, size)
+        first_places, num_first = places_in_experts(first, num_experts, priority=priority)
+        second_places, _ = places_in_experts(second, num_experts, num_first, priority)
+        return join_groups(torch.stack([first_places, second_places], -1) < capacity, choices)

@@ -2,9 +2,11 @@
 
 A routing is a value with options. Each token's choice must be the same under every plan, so a routing
 
-    - reads nothing but the tokens of one sample, because other samples may be on other ranks;
+    - reads nothing but the tokens of one sample, because other samples may be on other ranks; and other
+      tokens than the own one only by `router.whole_samples`, because these may be on other ranks too;
     - breaks ties by order (stable sorts): a kernel that picks any of equals may pick another for other sizes;
-    - draws random numbers as [samples, tokens, ..], which a plan gives each sample alike wherever it runs.
+    - draws random numbers like a tensor [samples, tokens, ..] (`torch.rand_like`), which a plan gives each
+      token alike wherever it runs.
 """
 
 from abc import ABC, abstractmethod
@@ -25,8 +27,8 @@ class Routes:
     `index` [S, T, k] are experts, E for none; `weights` [S, T, k] belong to them. `logits` and
     `probabilities` [S, T, E] are the scores, where each row of the second sums to 1. `choices` [S, T, c] are
     the experts that count for load balancing, before any was dropped; None where experts have equal loads.
-    `group_tokens` tokens share a capacity. `num_choices` of `index` are experts, where the routing fixes
-    their number.
+    `group_tokens` tokens share a capacity and a load, or all of a sample ("sample"). At most `num_choices` of
+    `index` are experts, where the routing limits their number.
     """
 
     index: torch.Tensor
@@ -34,7 +36,7 @@ class Routes:
     logits: torch.Tensor
     probabilities: torch.Tensor
     choices: torch.Tensor | None
-    group_tokens: int
+    group_tokens: int | str = "sample"
     num_choices: int | None = None
 
 

@@ -71,7 +71,7 @@ class SigmoidGroups(Routing):
         if self.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
         probabilities = scores / (scores.sum(-1, keepdim=True) + LEAST_SUM)
-        return Routes(index, weights * self.scale, logits, probabilities, index, hidden.shape[1])
+        return Routes(index, weights * self.scale, logits, probabilities, index)
 
     def _choice_scores(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns the scores [.., E] with the bias, -inf in groups that are not reached."""

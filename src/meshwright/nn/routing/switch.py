@@ -20,6 +20,7 @@ in appendix C).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -68,19 +69,27 @@ class Switch(GroupRouting):
         logits = router(self._add_noise(hidden) if router.training and self.noise_size else hidden)
         probabilities = logits.softmax(-1)
         num_experts = logits.shape[-1]
-        size, capacity = self.size_and_capacity(hidden.shape[1], num_experts)
         choices = best_experts(probabilities, 1)
-        priority = draw_priority(self.priority if router.training else "order", hidden, size)
-        places, _ = places_in_experts(split_groups(choices.squeeze(-1), size), num_experts, priority=priority)
+        priority = draw_priority(self.priority if router.training else "order", hidden)
+        kept = router.whole_samples(partial(self._have_room, num_experts), choices, *priority)
         weights = probabilities.gather(-1, choices)
         # a token with scores that are not finite is not dropped, so it is seen
-        dropped = join_groups(places >= capacity, hidden).unsqueeze(-1) & weights.isfinite()
+        dropped = ~kept & weights.isfinite()
         index, weights = choices.masked_fill(dropped, num_experts), weights.masked_fill(dropped, 0)
-        return Routes(index, weights, logits, probabilities, choices, size)
+        return Routes(index, weights, logits, probabilities, choices, self.group_tokens)
+
+    def _have_room(
+        self, num_experts: int, choices: torch.Tensor, priority: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns which of `choices` [samples, tokens, 1] have a place."""
+        size, capacity = self.size_and_capacity(choices.shape[1], num_experts)
+        priority = None if priority is None else split_groups(priority, size)
+        places, _ = places_in_experts(split_groups(choices.squeeze(-1), size), num_experts, priority=priority)
+        return join_groups(places < capacity, choices).unsqueeze(-1)
 
     def _add_noise(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.noise == "dropout":
             return F.dropout(hidden, self.noise_size)
         dtype = torch.promote_types(hidden.dtype, torch.float32)  # 1 + 0.001 is 1 in bfloat16
-        drawn = torch.rand(hidden.shape, dtype=dtype, device=hidden.device)
+        drawn = torch.rand_like(hidden, dtype=dtype)
         return hidden * (1 + self.noise_size * (2 * drawn - 1))

@@ -51,4 +51,4 @@ class TopK(Routing):
         index = best_experts(probabilities, self.k)
         weights = (logits if self.normalized else probabilities).gather(-1, index)
         weights = weights.softmax(-1) if self.normalized else weights
-        return Routes(index, weights, logits, probabilities, index, hidden.shape[1])
+        return Routes(index, weights, logits, probabilities, index)

@@ -6,6 +6,7 @@ sequence.
     TOKEN_COUNT, LOSS_SUM    summed along the axis: every rank learns of a stop request and of the whole loss
     attention     has collectives within the forwards and backwards of its block calls: Action.inner_transfers
     convolution   likewise, at the ends of its spans (conv_halo.py)
+    whole samples likewise: numbers per token that are gathered in a block (nn/whole_samples.py)
 
 Among the collectives of tensor-parallel layers, those of attention stand before the rowwise layer that ends
 it; in backwards behind it. Its heads are those of the rank.
@@ -35,7 +36,7 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, PARAM_DTYPE_NBYTES, ModelSpec, ParamSpec
 from meshwright.plan.model_spec.param_dim_split import DimShard
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, ConvSpec, GlueGather
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, ConvSpec, GlueGather, SampleGather
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.rank_view import RankView
@@ -197,8 +198,10 @@ def add_attention_comm(
     """
 
     def call_transfers(
-        each: AttentionSpec | ConvSpec, num_samples: int, *, forward: bool
+        each: AttentionSpec | ConvSpec | SampleGather, num_samples: int, *, forward: bool
     ) -> Sequence[Transfer]:
+        if isinstance(each, SampleGather):
+            return _sample_transfers(view.plan, job, each, num_samples)[0 if forward else 1]
         if isinstance(each, ConvSpec):
             return halo_transfers(view.plan, job, CP_AXIS, each, num_samples)[0 if forward else 1]
         return (forward_transfers if forward else backward_transfers)(each, num_samples)
@@ -232,6 +235,24 @@ def add_attention_comm(
         ]
 
     return add_glue_gathers(program.edit(edited), view, job, CP_AXIS)
+
+
+def _sample_transfers(
+    sharding: ShardingPlan, job: Job, gather: SampleGather, num_samples: int
+) -> tuple[list[Transfer], list[Transfer]]:
+    """Returns the collectives of one gather of whole samples: of a forward, and of a backward."""
+    forth, back, ranks = list[Transfer](), list[Transfer](), sharding.mesh.size(CP_AXIS)
+    if sharding.sequence_sharding is None or ranks == 1:
+        return forth, back
+    num_rows = num_samples * max(sharding.sequence_sharding.num_tokens_by_rank(gather.num_tokens))
+    wide = "float64" if job.precision.compute == "float64" else "float32"
+    for value in gather.values:
+        dtype = wide if value.is_float else "int64"
+        nbytes = num_rows * value.token_numel * PARAM_DTYPE_NBYTES[dtype]
+        forth.append(Transfer("all_gather", (CP_AXIS,), nbytes, dtype=dtype))
+        if value.needs_grad:
+            back.insert(0, Transfer("reduce_scatter", (CP_AXIS,), nbytes * ranks, dtype=dtype))
+    return forth, back
 
 
 def local_heads(view: RankView, attend: AttentionSpec) -> tuple[int, int]:
@@ -306,7 +327,9 @@ def _token_mixing_calls(model_spec: ModelSpec) -> Mapping[str, list[str]]:
     return found
 
 
-def _attention_positions(view: RankView, block_call: str) -> Iterator[tuple[float, AttentionSpec | ConvSpec]]:
+def _attention_positions(
+    view: RankView, block_call: str
+) -> Iterator[tuple[float, AttentionSpec | ConvSpec | SampleGather]]:
     tokens = view.plan.model_spec.sequence_info
     mine = (
         [
@@ -317,11 +340,11 @@ def _attention_positions(view: RankView, block_call: str) -> Iterator[tuple[floa
         if tokens is not None
         else []
     )
-    others = (
-        [each for each in tokens.conv_calls if each.block_call == block_call and each.halo]
-        if tokens is not None
-        else []
-    )
+    others = list[ConvSpec | SampleGather]()
+    if tokens is not None:
+        others += [each for each in tokens.conv_calls if each.block_call == block_call and each.halo]
+        others += [each for each in tokens.sample_gathers if each.block_call == block_call]
+        others.sort(key=lambda each: len(each.prior_layers))
     calls = (
         [
             (at, call.name)
@@ -335,11 +358,19 @@ def _attention_positions(view: RankView, block_call: str) -> Iterator[tuple[floa
     for number in range(len(mine) + 1):
         for each in (each for each in others if each.num_prior_attention_calls == number):
             last = max([last, *(at + 0.5 for at, name in calls if name in each.prior_layers)])
-            yield last, each
+            yield last + _behind_experts(view, each), each
         if number < len(mine):
             ends = [at for at, _ in _head_sides(view, block_call, "rowwise", mine[number])]
             last = ends[number] - 0.5 if number < len(ends) else last
             yield last, mine[number]
+
+
+def _behind_experts(view: RankView, each: ConvSpec | SampleGather) -> float:
+    """Returns a small distance: rows travel to experts behind what is gathered to choose them, and before
+    what is gathered when they have returned.
+    """
+    has_run = any(call.name in each.prior_layers for call in view.model_spec.experts_calls)
+    return 0.1 if has_run else -0.1 if isinstance(each, SampleGather) else 0.0
 
 
 def _head_sides(

@@ -67,7 +67,13 @@ class DDP(Strategy):
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         max_numel = self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce]
-        buckets = coalesce(view.param_groups, max_numel)
+        summed = [
+            group
+            for group in view.param_groups
+            if group.name not in view.flat_param_specs
+            and view.plan.param_sum_axes(group.param_shardings[0], self.axis)
+        ]
+        buckets = coalesce(summed, max_numel)
         return program.edit(lambda actions: self._insert_buckets(actions, buckets, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -153,14 +159,14 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
-    slices. So have groups of experts, which are summed along fewer axes.
+    slices. So have groups that are summed along fewer axes, such as experts.
     """
     runs: list[list[ParamGroup]] = []
     for param_group in param_groups:
         if (
             runs
             and runs[-1][-1].is_uneven == param_group.is_uneven
-            and _has_experts(runs[-1][-1]) == _has_experts(param_group)
+            and _complete_axes(runs[-1][-1]) == _complete_axes(param_group)
             and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
             runs[-1].append(param_group)
@@ -169,8 +175,10 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     return runs
 
 
-def _has_experts(param_group: ParamGroup) -> bool:
-    return not set(axes_with("experts")).isdisjoint(param_group.param_shardings[0].sliced_dims)
+def _complete_axes(param_group: ParamGroup) -> set[str]:
+    """The axes of samples and tokens along which a gradient is complete: each rank has another slice."""
+    sliced = param_group.param_shardings[0].sliced_dims
+    return {axis for axis in (*axes_with("samples"), *axes_with("tokens")) if axis in sliced}
 
 
 def replicate_gradients(sharding: ShardingPlan, axis: str) -> ShardingPlan:

@@ -76,13 +76,13 @@ class NaiveDDP(Strategy):
         reduces = []
         rule = SizeRule.parse(self.algorithm)
         for param_sharding in view.param_shardings:
-            weight = param_sharding.param
-            if not weight.trainable:
+            weight, axes = param_sharding.param, view.plan.param_sum_axes(param_sharding, self.axis)
+            if not weight.trainable or not axes:
                 continue
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
                 "all_reduce",
-                view.plan.param_sum_axes(param_sharding, self.axis),
+                axes,
                 nbytes,
                 rule.algorithm_for(nbytes),
                 job.precision.parameters,

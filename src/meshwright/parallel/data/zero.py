@@ -29,7 +29,7 @@ full gradient outlives its block. With `replicate_axis`, shards are replicated o
 reduce-scatter inside a
 group, all-reduce of the shard across groups. Ranks with other tokens of the same samples are among
 the n: sums and shards cover them and the axis together. A parameter whose shards would all lie on one rank
-(experts, where each rank has its own) stays whole.
+(experts, where each rank has its own) stays whole; its gradient is summed over replicas, as `ddp` does.
 Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
 much again. On accelerators each parameter and shard begins at a multiple of 128 bytes (`align_bytes`): N_b
 and P count the padding.
@@ -44,6 +44,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
@@ -154,28 +155,33 @@ class ZeRO(Strategy):
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        replicas = (self.replicate_axis,) if self.replicate_axis else ()
-        num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *replicas))
+        num_ranks = sharding.mesh.group_size((*sharding.sum_axes(self.axis), *self._replicas()))
 
-        def on_one_rank(axes: tuple[str, ...]) -> bool:  # experts, if each of the ranks has its own
-            return sharding.mesh.group_size((*axes, *replicas)) == 1 < num_ranks
+        def on_one_rank(param_sharding: ParamSharding) -> bool:  # experts, if each of the ranks has its own
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
+            group = (*axes, *self._replicas(param_sharding))
+            return not axes or sharding.mesh.group_size(group) == 1 < num_ranks
 
         def stored(param_sharding: ParamSharding) -> ParamSharding:
-            axes = sharding.param_sum_axes(param_sharding, self.axis)
-            if self.stage < 3 or on_one_rank(axes):
+            if self.stage < 3 or on_one_rank(param_sharding):
                 return param_sharding
+            axes = sharding.param_sum_axes(param_sharding, self.axis)
             layout = param_sharding.storage_layout.with_placement(axes, S(FLAT))
             return replace(param_sharding, storage_layout=layout)
 
         def shard(param_sharding: ParamSharding) -> ParamSharding:
             axes = sharding.param_sum_axes(param_sharding, self.axis)
-            placement = I if on_one_rank(axes) else S(FLAT)
-            grad = param_sharding.grad_layout.with_placement(axes, placement).with_placement(
-                (self.replicate_axis,) if self.replicate_axis else (), I
-            )
+            placement = I if on_one_rank(param_sharding) else S(FLAT)
+            grad = param_sharding.grad_layout.with_placement(axes, placement)
+            grad = grad.with_placement(self._replicas(param_sharding), I)
             return replace(stored(param_sharding), grad_layout=grad)
 
         return sharding.map_param_shardings(shard).map_param_shardings(stored, frozen=True)
+
+    def _replicas(self, param_sharding: ParamSharding | None = None) -> tuple[str, ...]:
+        """The axis of replicas, if there is one, and they are replicas of this parameter."""
+        is_sliced = param_sharding is not None and self.replicate_axis in param_sharding.sliced_dims
+        return (self.replicate_axis,) if self.replicate_axis and not is_sliced else ()
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         sums = GradReduceScatter(
@@ -185,6 +191,8 @@ class ZeRO(Strategy):
             every_microbatch=self.stage > 1,
         )
         program = program.edit(sums.add_to)
+        if self.replicate_axis:  # gradients of parameters that stay whole
+            program = DDP(self.replicate_axis).rewrite(program, view, job)
         return program.edit(
             lambda actions: (self._insert_unshard_windows if self.stage == 3 else self._insert_step_gathers)(
                 actions, view, job

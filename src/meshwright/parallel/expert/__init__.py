@@ -3,6 +3,7 @@
 expert_parallel           each rank has some experts; tokens travel to them, and their results travel back
 dense_experts             experts that are called on every token each, on the rows that are not zeros
 dispatch                  runs one call of experts that lie on several ranks
+expert_pairs              rows of (token, expert) pairs, taken from two tensors and added up there
 expert_tensor_parallel    each rank has a slice of the matrices of every expert; the results are summed
 loss_free_balancing       biases of the choice of experts, stepped from the counts of the global batch
 """

@@ -4,10 +4,14 @@
     weighted pairs --added up per row--> sums --returned--> added up per token
 
 The module computes on pairs with one expert each, so it needs no mark for an expert that is elsewhere, and
-any of its kernels serves. Sums of float16 and bfloat16 are taken in float32.
+any of its kernels serves. Sums of float16 and bfloat16 are taken in float32. Pairs are taken from the rank's
+own tokens and from the rows of others without putting these together first, and added up likewise.
+
+Ranks tell each other how many rows and how many pairs come. So every size is known after one read by the
+host, which waits for a GPU there and nowhere else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
@@ -18,14 +22,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.collectives.route import Route, send_rows
+from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
+from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.strategy_interface import Runtime
 
-COUNT_DTYPE, INDEX_DTYPE = "int64", "int32"
+COUNT_DTYPE, NUM_COUNTS = "int64", 2  # of what a rank tells each other rank: rows, and their pairs
 
 
 def weights_dtype(compute: str) -> str:
@@ -33,20 +39,50 @@ def weights_dtype(compute: str) -> str:
     return "float64" if compute == "float64" else "float32"
 
 
-def expected_rows(call: ExpertsCall, num_tokens: int, num_ranks: int, index: int) -> tuple[int, int]:
+def index_dtype(weights: torch.dtype) -> str:
+    """Returns the dtype in which the indices of chosen experts travel: as wide as their weights."""
+    return f"int{8 * weights.itemsize}"
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """The ranks that have the experts of a layer: `num_ranks` to which rows travel, each `num_summed` times.
+
+    Rows travel to ranks of the same `summed_index` alone; what these ranks compute is summed afterwards.
+    """
+
+    num_experts: int
+    num_ranks: int
+    num_summed: int = 1
+    summed_index: int = 0
+
+    @property
+    def all_ranges(self) -> list[tuple[int, int]]:
+        """The experts of all ranks, those that are summed next to each other."""
+        return expert_ranges(self.num_experts, self.num_ranks * self.num_summed)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The experts of each rank to which rows of this one travel."""
+        return self.all_ranges[self.summed_index :: self.num_summed]
+
+
+def expected_rows(
+    call: ExpertsCall, places: ExpertPlaces, tokens_by_rank: Sequence[int], index: int
+) -> tuple[int, int]:
     """Returns how many rows the rank at `index` sends and receives if all experts are chosen alike.
 
-    Each rank has `num_tokens` tokens. A token goes to a rank if at least one of its k experts is there.
+    A token goes to a rank if at least one of its k experts is there.
     """
-    reached = reached_shares(call, num_ranks)
+    reached, own = reached_shares(call, places), tokens_by_rank[index]
     sent = sum(share for rank, share in enumerate(reached) if rank != index)
-    return round(num_tokens * sent), round(num_tokens * (num_ranks - 1) * reached[index])
+    return round(own * sent), round((sum(tokens_by_rank) - own) * reached[index])
 
 
-def reached_shares(call: ExpertsCall, num_ranks: int) -> list[float]:
+def reached_shares(call: ExpertsCall, places: ExpertPlaces) -> list[float]:
     """Returns for each rank the share of tokens that have an expert there, if all are chosen alike."""
     number, chosen = call.num_experts, call.top_k
-    sizes = [end - first for first, end in expert_ranges(number, num_ranks)]
+    sizes = (end - first for first, end in places.ranges)
     return [1 - comb(number - size, chosen) / comb(number, chosen) for size in sizes]
 
 
@@ -56,34 +92,48 @@ def count_names(call: ExpertsCall, number: int, microbatch: int | None) -> tuple
     return f"rows to experts{of}", f"rows from tokens{of}"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of this rank and of others, for the experts here: [rows, features], [rows, k], [rows, k]."""
+def call_position(call: ExpertsCall, view: RankView) -> float:
+    """Returns the position of the call among the collectives of sharded layers in its block."""
+    before = [
+        at
+        for at, layer in enumerate(view.model_spec.layer_calls)
+        if layer.block_call == call.block_call and layer.name in call.prior_layers
+    ]
+    return max(before, default=-1) + 0.5
 
-    hidden: torch.Tensor
-    index: torch.Tensor
-    weights: torch.Tensor
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The pairs of some rows with experts of this rank, in the order of the rows.
+
+    For each pair its row, its place in the flat choice [rows * k] of these rows, and its expert here.
+    """
+
+    row: torch.Tensor
+    choice: torch.Tensor
+    expert: torch.Tensor
 
 
 class ExpertDispatch:
-    """Runs the `number`-th call of experts in its block call, with those of this rank along `axis`.
+    """Runs the `number`-th call of experts in its block call, with those of this rank.
 
-    `microbatches` are those of the planned actions, by name.
+    Rows travel along `axes`, which may be none. `microbatches` are those of the planned actions, by name.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        axis: str,
+        axes: tuple[str, ...],
         call: ExpertsCall,
+        places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
     ) -> None:
         state = runtime.state
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
-        self._group: Group = state.world.group((axis,))
-        self._ranges = expert_ranges(call.num_experts, self._group.size)
-        self._first, self._end = self._ranges[self._group.index]
+        self._group: Group = state.world.group(axes)
+        self._places = places
+        self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
         self._dtype = getattr(torch, precision.compute)
@@ -108,15 +158,48 @@ class ExpertDispatch:
             with _with_num_experts(self._module, self.num_local_experts):
                 return forward(*positional, **named)
 
-        own, away, route = self._find_route(index)
+        if self._group.size == 1:  # all ranks have all tokens
+            return self._add_own_pairs(compute, hidden, index, weights).to(hidden.dtype)
+        away, route, (num_own, num_arriving) = self._find_route(index)
         self._record_counts(route)
-        rows = self._send(route, _Rows(hidden, index, weights), own, away)
-        sums = self._compute(compute, rows, is_fake=isinstance(index, FakeTensor))
-        own_sums, other_sums = sums.split([len(own), len(sums) - len(own)])
-        (returned,) = send_rows(route.adjoint, self._action_name, other_sums.to(self._dtype))
-        total = sums.new_zeros(hidden.shape)
-        total = total.index_add(0, own, own_sums).index_add(0, away, returned.to(sums.dtype))
-        return total.to(hidden.dtype)
+        rows, row_weights, row_index = send_rows(
+            route,
+            self._action_name,
+            hidden.index_select(0, away).to(self._dtype),
+            weights.index_select(0, away).to(self._weights_dtype),
+            index.index_select(0, away).to(getattr(torch, index_dtype(self._weights_dtype))),
+        )
+        own, others = self._pairs_here(index, num_own), self._pairs_here(row_index, num_arriving)
+        outputs = self._compute(
+            compute,
+            take_pairs(hidden, rows.to(hidden.dtype), own.row, others.row),
+            torch.cat([own.expert, others.expert]).to(index.dtype),
+            take_pairs(weights.flatten(), row_weights.to(weights.dtype).flatten(), own.choice, others.choice),
+        )
+        total, sums = add_pairs(outputs, own.row, others.row, (len(hidden), len(rows)))
+        (returned,) = send_rows(route.adjoint, self._action_name, sums.to(self._dtype))
+        return total.index_add_(0, away, returned.to(total.dtype)).to(hidden.dtype)
+
+    def _add_own_pairs(
+        self,
+        compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns for each token the sum of its experts here, weighted."""
+        if isinstance(index, FakeTensor):
+            number = index.numel() * self.num_local_experts // self._call.num_experts
+        else:
+            number = int(((index >= self._first) & (index < self._end)).sum())
+        own = self._pairs_here(index, number)
+        outputs = self._compute(
+            compute,
+            hidden.index_select(0, own.row),
+            own.expert.to(index.dtype),
+            weights.flatten().index_select(0, own.choice),
+        )
+        return outputs.new_zeros(hidden.shape).index_add_(0, own.row, outputs)
 
     def _action_name(self) -> str:
         return self._state.current_action
@@ -129,68 +212,70 @@ class ExpertDispatch:
             self._state.world.ledger.record_count(names[1], sum(route.output_splits))
 
     @torch.no_grad()
-    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
-        """Returns the tokens with experts here, those sent to other ranks (in the order of ranks), and the
-        route of these.
+    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
+        """Returns the tokens that are sent to other ranks, in the order of ranks; their route; and how many
+        pairs of own tokens with experts here there are, and of rows that arrive.
         """
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         if self._firsts is None:
-            self._firsts = index_tensor([first for first, _ in self._ranges[1:]], index.device)
-        size = self._group.size
+            self._firsts = index_tensor([first for first, _ in self._places.all_ranges[1:]], index.device)
+        size, here = self._group.size, self._group.index
         nowhere = index >= self._call.num_experts  # of a token that a router with capacity has dropped
-        rank = torch.bucketize(index.contiguous(), self._firsts, right=True).masked_fill(nowhere, size)
+        rank = torch.bucketize(index.contiguous(), self._firsts, right=True)
+        if self._places.num_summed > 1:  # others send the token to the experts of the ranks that are summed
+            nowhere |= rank % self._places.num_summed != self._places.summed_index
+            rank = rank.div(self._places.num_summed, rounding_mode="floor")
+        rank = rank.masked_fill(nowhere, size)
         reached = torch.zeros(size + 1, len(index), dtype=torch.bool, device=index.device)
         reached.t().scatter_(1, rank, value=True)
-        reached = reached[:size]
-        route = Route.exchange(self._group, reached.sum(1), self._action_name())
-        (own,) = reached[self._group.index].nonzero(as_tuple=True)
-        reached[self._group.index] = False
-        _, away = reached.nonzero(as_tuple=True)
-        return own, away, route
+        num_pairs = rank.new_zeros(size + 1).scatter_add_(0, rank.flatten(), torch.ones_like(rank).flatten())
+        counts = torch.stack([reached[:size].sum(1), num_pairs[:size]], dim=1)
+        sent, arriving = exchange_counts(self._group, counts, self._action_name())
+        route = Route.of_rows(self._group, *([rows for rows, _ in each] for each in (sent, arriving)))
+        reached[here] = False
+        away = reached[:size].flatten().nonzero_static(size=sum(route.input_splits)).squeeze(1)
+        num_arriving = sum(pairs for _, pairs in arriving) - arriving[here][1]
+        return away % len(index), route, (sent[here][1], num_arriving)
 
-    def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Route]:
+    def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
-        shares = reached_shares(self._call, self._group.size)
-        num_rows = [round(len(index) * share) for share in shares]
-        here, size = num_rows[self._group.index], self._group.size
-        own, away = (index.new_zeros(number) for number in (here, sum(num_rows) - here))
-        splits, arriving = tuple(num_rows), (here,) * size
-        counts = index.new_zeros(size)
-        return own, away, Route.exchange(self._group, counts, self._action_name(), known=(splits, arriving))
+        size, here = self._group.size, self._group.index
+        sent = [round(len(index) * share) for share in reached_shares(self._call, self._places)]
+        counts = index.new_zeros(size, NUM_COUNTS)
+        self._group.all_to_all(torch.empty_like(counts), counts, action=self._action_name()).wait()
+        num_pairs = index.numel() * self.num_local_experts // self._call.num_experts
+        away = index.new_zeros(sum(sent) - sent[here])
+        route = Route.of_rows(self._group, sent, (sent[here],) * size)
+        return away, route, (num_pairs, num_pairs * (size - 1))
 
-    def _send(self, route: Route, given: _Rows, own: torch.Tensor, away: torch.Tensor) -> _Rows:
-        """Returns the rows for the experts here: own ones, then those of other ranks."""
-        index = route.send(given.index[away].to(getattr(torch, INDEX_DTYPE)), self._action_name())
-        hidden, weights = send_rows(
-            route,
-            self._action_name,
-            given.hidden[away].to(self._dtype),
-            given.weights[away].to(self._weights_dtype),
-        )
-        return _Rows(
-            torch.cat([given.hidden[own], hidden.to(given.hidden.dtype)]),
-            torch.cat([given.index[own], index.to(given.index.dtype)]),
-            torch.cat([given.weights[own], weights.to(given.weights.dtype)]),
-        )
-
-    def _compute(self, compute: Callable[..., torch.Tensor], rows: _Rows, *, is_fake: bool) -> torch.Tensor:
-        """Returns the weighted sum of the experts here for each row."""
-        if is_fake:
-            row = slot = rows.index.new_zeros(
-                rows.index.numel() * self.num_local_experts // self._call.num_experts
-            )
+    @torch.no_grad()
+    def _pairs_here(self, index: torch.Tensor, number: int) -> _Pairs:
+        """Returns the `number` pairs of rows with `index` [rows, k] whose experts are those of this rank."""
+        flat = index.flatten()
+        if isinstance(index, FakeTensor):
+            choice = flat.new_zeros(number, dtype=torch.int64)
         else:
-            row, slot = ((rows.index >= self._first) & (rows.index < self._end)).nonzero(as_tuple=True)
-        hidden, weights = rows.hidden[row], rows.weights[row, slot].unsqueeze(1)
-        if len(row):
-            outputs = compute(hidden, (rows.index[row, slot] - self._first).unsqueeze(1), weights)
+            is_here = (flat >= self._first) & (flat < self._end)
+            choice = is_here.nonzero_static(size=number).squeeze(1)
+        row = choice.div(index.shape[1], rounding_mode="floor")
+        return _Pairs(row, choice, flat.index_select(0, choice) - self._first)
+
+    def _compute(
+        self,
+        compute: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        expert: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the weighted results of pairs: their rows [pairs, features], experts here, and weights."""
+        weights = weights.unsqueeze(1)
+        if len(hidden):
+            outputs = compute(hidden, expert.unsqueeze(1), weights)
         else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
             parameter = next(self._module.parameters())
             outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)
-        half = outputs.dtype in (torch.float16, torch.bfloat16)
-        outputs = outputs.float() if half else outputs
-        return outputs.new_zeros(rows.hidden.shape).index_add(0, row, outputs)
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank along `ep` has some of the experts, and tokens travel to them.
+"""Expert parallelism: each rank along the axes `over` has some of the experts, and tokens travel to them.
 
 Why it works: an expert computes on each token by itself, so it does not matter on which rank. A router gives
 a token k experts; the token is sent once to each other rank that has some of them, with their index and
@@ -14,31 +14,47 @@ once, where a copy per expert would be sent 4 times.
     weights of experts S(expert) along ep; the batch is split along it, so all other weights are R there, and
     their gradients are summed. The gradient of an expert is complete: the tokens of all ranks came to it.
 
+`over` may name other axes that the mesh has anyway (folding), alone or several together; then a rank has the
+experts of its index among them, the first axis outermost. Along `dp_shard` and `cp` ranks have other tokens,
+as along `ep`: ZeRO and DDP sum and shard experts along the axes that are left. Along `tp` all ranks have all
+tokens. So nothing is sent: each rank computes its experts on all tokens, and one sum replaces both trips.
+
+    over = ["dp_shard", "tp"]         tp 0    tp 1     a token of dp_shard 0 with experts 1 and 6:
+    2 x 2 ranks, 8 experts
+                     dp_shard 0        0 1     2 3     tp 0 computes expert 1, tp 1 sends it down to 6;
+                     dp_shard 1        4 5     6 7     what they have then is summed along tp
+
     sent per rank, microbatch and call, r rows to other ranks and q rows from them, w bytes per element:
-      forward     8 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w     (counts; rows with indices and weights; sums)
-      backward                r D w  +  q (D w + 4 k)           (gradients of sums; of rows and weights)
+      forward     16 (n-1)  +  r (D w + 4 k + 4 k)  +  q D w    (counts; rows with weights and indices; sums)
+      backward                 r D w  +  q (D w + 4 k)          (gradients of sums; of rows and weights)
     expected rows, for T tokens and E experts, e_j of them on rank j, if all are chosen alike:
       r = T sum_(j other) p_j      q = (n-1) T p      p_j = 1 - C(E - e_j, k) / C(E, k)
+    along tp, t ranks: one all_reduce of T D w forward; backward of T (D w + 4 k)   (sent: 2 (t-1)/t of it)
 
-Rows travel in the compute dtype, weights in float32 (float64 in a float64 job). No token is dropped: the
-numbers of rows are known at run time (`RuntimeSize`), and ranks tell each other. Ranks along other axes hold
-further copies or slices of the same experts; a token that ranks along tp share is sent by each of them.
-Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts runs,
-on one (token, expert) pair per row, whatever kernel it chooses.
-Cost: four messages forward and three backward per call, all exposed; on a GPU two reads of counts by the
-host. A rank waits for the one whose experts are chosen most.
+Rows travel in the compute dtype, weights in float32 and indices in int32 (float64 and int64 in a float64
+job), as one message. No token is dropped: the numbers of rows are known at run time (`RuntimeSize`), and
+ranks tell each other how many rows come, and how many (token, expert) pairs these are. Ranks along other
+axes hold further copies or slices of the same experts; a token that ranks along tp share is sent by each of
+them. Experts need not divide by the ranks: the first ranks get one more. The model's own code of the experts
+runs, on one (token, expert) pair per row, whatever kernel it chooses.
+Cost: three messages forward and two backward per call, all exposed; on a GPU one read of counts by the host.
+A rank waits for the one whose experts are chosen most.
 Limits: the experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
-an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank.
+an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank, and `over` is
+without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`). A list of modules,
+each called with the tokens that chose it, is refused: a call must return before the next begins, so each
+expert would need an all-to-all of its own, and loops that pass by experts without tokens would run these in
+another order on each rank.
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
-a token per node).
+a token per node); Liu et al. 2025, "MoE Parallel Folding", arXiv 2504.14960.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
@@ -49,17 +65,20 @@ from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON
 from meshwright.parallel.expert.dense_experts import DenseExperts
 from meshwright.parallel.expert.dispatch import (
     COUNT_DTYPE,
-    INDEX_DTYPE,
+    NUM_COUNTS,
     ExpertDispatch,
+    ExpertPlaces,
+    call_position,
     count_names,
     expected_rows,
     weights_dtype,
 )
+from meshwright.parallel.expert.summed_experts import SummedExperts, add_sums
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec, ParamSpec, block_of
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import Mesh, axes_with, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -71,6 +90,7 @@ from meshwright.plan.step.single_device_program import (
 )
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
+OVER_AXES = ("ep", "dp_shard", "cp", "tp")
 NO_EXPERTS = (
     "no module of this model is called as experts are: with rows [tokens, features], and the index and the "
     "weight [tokens, k] of the chosen experts"
@@ -79,25 +99,43 @@ NO_EXPERTS = (
 
 @dataclass(frozen=True)
 class ExpertParallel(Strategy):
-    """Distributes the experts of a mixture of experts along `axis`."""
+    """Distributes the experts of a mixture of experts over the ranks along the axes `over`, all together."""
 
     name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = field(default="ep", metadata=one_of("ep"))
+    over: tuple[str, ...] = field(default=("ep",), metadata=one_of(*OVER_AXES))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes `over`, outermost first: a rank along them has the experts of its index."""
+        return in_mesh_order(self.over)
+
+    @property
+    def sum_axes(self) -> tuple[str, ...]:
+        """Those of `axes` along which ranks have the same tokens: what each computes of them is summed."""
+        return tuple(axis for axis in self.axes if axis in axes_with("features"))
+
+    @property
+    def dispatch_axes(self) -> tuple[str, ...]:
+        """Those of `axes` along which ranks have other tokens: these travel to their experts."""
+        return tuple(axis for axis in self.axes if axis not in self.sum_axes)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.size(self.axis)
+        calls, num_ranks = sharding.model_spec.experts_calls, sharding.mesh.group_size(self.axes)
         location = f"strategies.{self.name}"
+        yield from self._check_over(sharding)
         if not calls:
             yield _no_experts(sharding.model_spec, location)
         fewest = min((call.num_experts for call in calls), default=num_ranks)
         if fewest < num_ranks:
-            text = f"{num_ranks} ranks along {self.axis}, and a layer has {fewest} experts"
-            yield Diagnostic(text, f"set mesh.{self.axis} to at most {fewest}", f"mesh.{self.axis}")
+            text = f"{num_ranks} ranks along {' x '.join(self.axes)}, and a layer has {fewest} experts"
+            sizes = [f"mesh.{axis}" for axis in self.axes]
+            yield Diagnostic(text, f"set {' x '.join(sizes)} to at most {fewest}", sizes[0])
         names = [call.name for call in calls]
         for name in sorted({name for name in names if names.count(name) > 1}):
             text = f"the experts {name} are called {names.count(name)} times in a forward"
-            yield Diagnostic(text, "give each layer experts of its own, or set mesh.ep = 1", location)
+            fix = "set mesh.ep = 1" if self.over == ("ep",) else f"leave {self.name} out"
+            yield Diagnostic(text, f"give each layer experts of its own, or {fix}", location)
         if job.train.noise_scale:
             text = (
                 "the noise scale compares gradients of ranks, and that of an expert is of all ranks' tokens"
@@ -109,12 +147,37 @@ class ExpertParallel(Strategy):
             )
             yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
 
+    def _check_over(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location = f"strategies.{self.name}.over"
+        twice = sorted({axis for axis in self.over if self.over.count(axis) > 1})
+        if twice or not self.over:
+            text = f"over contains {twice[0]} twice" if twice else "over contains no axis"
+            yield Diagnostic(text, 'name each axis once; over = ["ep"] is the default', location)
+        dense = [call.name for call in sharding.model_spec.experts_calls if call.form != "choice"]
+        if dense and sharding.mesh.group_size(self.sum_axes) > 1:
+            axis = self.sum_axes[0]
+            text = (
+                f"over contains {axis}, and {dense[0]} returns a row for each token and expert: ranks would "
+            )
+            yield Diagnostic(f"{text}sum all these", f"take {axis} out of over", location)
+        left_out = [axis for axis in axes_with("experts") if axis not in self.over]
+        for axis in (axis for axis in left_out if sharding.mesh.size(axis) > 1):
+            text = f"over leaves {axis} out, an axis of experts alone, and mesh.{axis} is "
+            text += str(sharding.mesh.size(axis))
+            fix = f"add it to over, or set mesh.{axis} = 1: ranks with copies of experts are along dp_shard"
+            yield Diagnostic(text, fix, location)
+
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = f"strategies.{self.name}"
-        if self.axis not in sharding.data_axes:
-            text = f"the ranks along {self.axis} would all see the same samples: no strategy splits the batch"
-            fix = f'add [[strategies]] name = "batch_split", axis = "{self.axis}"'
-            yield Diagnostic(f"{text} there", fix, location)
+        for axis in (axis for axis in self.dispatch_axes if axis not in sharding.grad_sum_axes):
+            what, splitter = ("tokens", "ring") if axis in axes_with("tokens") else ("samples", "batch_split")
+            text = f"the ranks along {axis} would all see the same {what}: no strategy splits the batch there"
+            yield Diagnostic(text, f'add [[strategies]] name = "{splitter}", axis = "{axis}"', location)
+        names = {name for call in sharding.model_spec.experts_calls for name in call.params}
+        experts = [each for each in sharding.param_shardings if not names.isdisjoint(each.param.names)]
+        for axis in self.sum_axes:
+            if any(each.sliced_dims.get(axis) != 0 for each in experts):
+                yield divided_twice(axis)
         if sharding.primary_rank_axes:
             text = "with data_parallel_master one rank steps for all others, and none has all experts"
             yield Diagnostic(text, "use ddp or zero in its place", location)
@@ -130,22 +193,30 @@ class ExpertParallel(Strategy):
         def distribute(param_sharding: ParamSharding) -> ParamSharding:
             if names.isdisjoint(param_sharding.param.names):
                 return param_sharding
-            return param_sharding.sliced(self.axis, 0)
+            return reduce(lambda sliced, axis: sliced.sliced(axis, 0), self.axes, param_sharding)
 
         return sharding.map_param_shardings(distribute).map_param_shardings(distribute, frozen=True)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if view.plan.mesh.size(self.axis) == 1:
-            return program
-        return program.edit(lambda actions: self._add_transfers(actions, view, job))
+        mesh = view.plan.mesh
+        if mesh.group_size(self.dispatch_axes) > 1:
+            program = program.edit(lambda actions: self._add_transfers(actions, view, job))
+        for axis in (axis for axis in self.sum_axes if mesh.size(axis) > 1):
+            program = add_sums(program, view, job, axis)
+        return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
-        if view.plan.mesh.size(self.axis) > 1:
+        if view.plan.mesh.group_size(self.axes) > 1:
             microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
             for number, call in _numbered(view.model_spec.experts_calls):
-                dispatch = ExpertDispatch(runtime, self.axis, call.routed, number, microbatches)
+                places = self._places(call, view)
+                dispatch = ExpertDispatch(
+                    runtime, self.dispatch_axes, call.routed, places, number, microbatches
+                )
                 run = dispatch.run if call.form == "choice" else DenseExperts(dispatch, call).run
+                for axis in (axis for axis in self.sum_axes if view.plan.mesh.size(axis) > 1):
+                    run = partial(_summed, SummedExperts(runtime, axis), run)
                 forward = runtime.state.trained_module.module.get_submodule(call.name).forward
                 runtime.state.patches.replace_forward(call.name, partial(_dispatched, run, forward))
         return {}
@@ -169,20 +240,36 @@ class ExpertParallel(Strategy):
 
         return list(map(add, actions))
 
+    def _places(self, call: ExpertsCall, view: RankView) -> ExpertPlaces:
+        mesh = view.plan.mesh
+        return ExpertPlaces(
+            call.num_experts,
+            mesh.group_size(self.dispatch_axes),
+            mesh.group_size(self.sum_axes),
+            mesh.index(view.coordinate, self.sum_axes),
+        )
+
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        num_ranks, index = view.plan.mesh.size(self.axis), view.coordinate[self.axis]
-        share = view.work_share.token_fraction(call.block_call, call.name)
-        num_tokens = int(call.num_tokens * share) * num_samples
-        sent, received = expected_rows(call, num_tokens, num_ranks, index)
+        mesh, sequence_info = view.plan.mesh, view.plan.model_spec.sequence_info
+        axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
+        tokens_by_rank = [
+            num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
+            for rank in mesh.peers(mesh.rank(view.coordinate), axes)
+        ]
+        sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
+        own, others = tokens_by_rank[index], sum(tokens_by_rank) - tokens_by_rank[index]
+        if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
+            own = num_samples * call.num_tokens  # choices of experts: one rank may have all tokens chosen
+            others = own * (len(tokens_by_rank) - 1)
         return _Traffic(
-            view.plan.mesh,
-            self.axis,
+            mesh,
+            axes,
             call,
             number,
-            (sent, num_tokens * min(call.top_k, num_ranks - 1)),
-            (received, num_tokens * (num_ranks - 1)),
+            (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
+            (received, others),
             job.precision.compute,
             call_position(call, view),
         )
@@ -196,6 +283,16 @@ def _dispatched(
     **kwargs: Any,
 ) -> torch.Tensor:
     return run(forward, *args, **kwargs)
+
+
+def _summed(
+    sum_of_ranks: SummedExperts,
+    run: Callable[..., torch.Tensor],
+    forward: Callable[..., torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    return sum_of_ranks.run(partial(run, forward), *args, **kwargs)
 
 
 def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
@@ -214,6 +311,12 @@ def _no_experts(model_spec: ModelSpec, location: str) -> Diagnostic:
     return Diagnostic(text, fix, location)
 
 
+def divided_twice(axis: str) -> Diagnostic:
+    """Returns the diagnostic of experts and slices of each along one axis."""
+    text = f"expert_parallel distributes experts over {axis}, and expert_tensor_parallel slices each along it"
+    return Diagnostic(text, f"leave one of them out, or take {axis} out of over", "strategies")
+
+
 def _list_and_number(param: ParamSpec) -> tuple[str, str]:
     """Returns the list of modules in its block that a parameter belongs to, and which of them."""
     block = block_of(param.block_calls[0])
@@ -230,14 +333,9 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
         yield seen[call.block_call], call
 
 
-def call_position(call: ExpertsCall, view: RankView) -> float:
-    """Returns the position of the call among the collectives of sharded layers in its block."""
-    before = [
-        at
-        for at, layer in enumerate(view.model_spec.layer_calls)
-        if layer.block_call == call.block_call and layer.name in call.prior_layers
-    ]
-    return max(before, default=-1) + 0.5
+def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
+    """Returns how many tokens of a sample a rank gives to the experts."""
+    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
 
 
 @dataclass(frozen=True)
@@ -248,7 +346,7 @@ class _Traffic:
     """
 
     mesh: Mesh
-    axis: str
+    axes: tuple[str, ...]
     call: ExpertsCall
     number: int
     sent: tuple[int, int]
@@ -257,31 +355,32 @@ class _Traffic:
     position: float
 
     def forward(self, microbatch: int | None) -> Iterator[Transfer]:
-        """Yields the counts, the rows with index and weight of their experts, and the sums."""
+        """Yields the counts, the rows with weights and indices of their experts, and the sums."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * self.mesh.size(self.axis)
-        yield Transfer("all_to_all", (self.axis,), nbytes, dtype=COUNT_DTYPE, position=self.position)
-        for width, dtype in (
-            (self.call.top_k, INDEX_DTYPE),
-            (self.call.hidden_size, self.dtype),
-            (self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            yield self._rows(to_experts, self.sent, width, dtype, self.position)
-        yield self._rows(from_tokens, self.received, self.call.hidden_size, self.dtype, self.position)
+        nbytes = DTYPE_NBYTES[COUNT_DTYPE] * NUM_COUNTS * self.mesh.group_size(self.axes)
+        yield Transfer("all_to_all", self.axes, nbytes, dtype=COUNT_DTYPE, position=self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row + 2 * weights, self.dtype, self.position)
+        yield self._rows(from_tokens, self.received, row, self.dtype, self.position)
 
     def backward(self, microbatch: int | None) -> Iterator[Transfer]:
         """Yields the gradients of the sums, and those of rows and weights."""
         to_experts, from_tokens = count_names(self.call, self.number, microbatch)
-        yield self._rows(to_experts, self.sent, self.call.hidden_size, self.dtype, -self.position)
-        for is_needed, width, dtype in (
-            (self.call.input_needs_grad, self.call.hidden_size, self.dtype),
-            (self.call.weights_need_grad, self.call.top_k, weights_dtype(self.dtype)),
-        ):
-            if is_needed:
-                yield self._rows(from_tokens, self.received, width, dtype, -self.position)
+        row, weights = self._nbytes
+        yield self._rows(to_experts, self.sent, row, self.dtype, -self.position)
+        dtype = self.dtype if self.call.input_needs_grad else weights_dtype(self.dtype)
+        nbytes = row * self.call.input_needs_grad + weights * self.call.weights_need_grad
+        if nbytes:
+            yield self._rows(from_tokens, self.received, nbytes, dtype, -self.position)
 
-    def _rows(self, count: str, rows: tuple[int, int], width: int, dtype: str, position: float) -> Transfer:
-        size = RuntimeSize(count, width * DTYPE_NBYTES[dtype], *rows)
+    @property
+    def _nbytes(self) -> tuple[int, int]:
+        """The bytes of a row, and of its weights; its indices have as many as its weights."""
+        weights = self.call.top_k * DTYPE_NBYTES[weights_dtype(self.dtype)]
+        return self.call.hidden_size * DTYPE_NBYTES[self.dtype], weights
+
+    def _rows(self, count: str, rows: tuple[int, int], nbytes: int, dtype: str, position: float) -> Transfer:
+        size = RuntimeSize(count, nbytes, *rows)
         return Transfer(
-            "all_to_all_v", (self.axis,), size.expected, dtype=dtype, position=position, runtime_size=size
+            "all_to_all_v", self.axes, size.expected, dtype=dtype, position=position, runtime_size=size
         )

@@ -34,35 +34,25 @@ Tensor-Expert-Data Parallelism Approach to Optimize Mixture-of-Experts Training"
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.collectives.redistribute import redistribute
-from meshwright.parallel.expert.dispatch import weights_dtype
-from meshwright.parallel.expert.expert_parallel import NO_EXPERTS, call_position
+from meshwright.parallel.expert.expert_parallel import NO_EXPERTS, divided_twice
+from meshwright.parallel.expert.summed_experts import SummedExperts, add_sums
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import OUTPUT_BIAS, ExpertsCall
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import I, P
-from meshwright.plan.step.program import Action, Program, Transfer
-from meshwright.plan.step.single_device_program import (
-    COUNT_NBYTES,
-    FORWARD_KINDS,
-    reduce_totals_along,
-    runs_input_backward,
-    samples_per_microbatch,
-)
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
-
-AROUND_DISPATCH = 0.1  # the sum comes after the rows have returned, its adjoint after theirs
 
 
 @dataclass(frozen=True)
@@ -100,11 +90,13 @@ class ExpertTensorParallel(Strategy):
             text = f"slices of experts take whole tokens, and the residual stream is sharded along {axes}"
             fix = "use tensor_parallel in mode 1d, without sequence_parallel; or leave the strategy out"
             yield Diagnostic(text, fix, f"strategies.{self.name}")
+        dims = {name: split.dim for name, split in _inner_splits(sharding).items()}
+        placed = {name: each for each in sharding.param_shardings for name in each.param.names}
+        if any(placed[name].sliced_dims.get(self.axis) != dim for name, dim in dims.items()):
+            yield divided_twice(self.axis)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        splits = {
-            name: split for call in sharding.model_spec.experts_calls for name, split in call.inner_splits
-        }
+        splits = _inner_splits(sharding)
 
         def slice_features(param_sharding: ParamSharding) -> ParamSharding:
             param = param_sharding.param
@@ -119,8 +111,7 @@ class ExpertTensorParallel(Strategy):
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         if view.plan.mesh.size(self.axis) == 1:
             return program
-        program = program.edit(lambda actions: self._add_sums(actions, view, job))
-        return reduce_totals_along(program, self.axis, {"TOKEN_COUNT": COUNT_NBYTES})
+        return add_sums(program, view, job, self.axis)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
@@ -130,82 +121,29 @@ class ExpertTensorParallel(Strategy):
                 runtime.state.patches.wrap_forward(name, _SlicedExperts(runtime, self.axis, call).run)
         return {}
 
-    def _add_sums(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
-        num_samples = samples_per_microbatch(actions, view.plan, job)
-        calls: dict[str, list[ExpertsCall]] = {}
-        for call in view.model_spec.experts_calls:
-            calls.setdefault(call.block_call, []).append(call)
 
-        def sums(call: ExpertsCall, *, is_backward: bool) -> Iterator[Transfer]:
-            share = view.work_share.token_fraction(call.block_call, call.name)
-            num_tokens = int(call.num_tokens * share) * num_samples
-            rows = (not is_backward or call.input_needs_grad, call.hidden_size, job.precision.compute)
-            weights = (
-                is_backward and call.weights_need_grad,
-                call.top_k,
-                weights_dtype(job.precision.compute),
-            )
-            sign = -1 if is_backward else 1
-            position = sign * call_position(call, view) + AROUND_DISPATCH
-            for is_needed, width, dtype in (rows, weights):
-                if is_needed:
-                    nbytes = num_tokens * width * DTYPE_NBYTES[dtype]
-                    yield Transfer("all_reduce", (self.axis,), nbytes, dtype=dtype, position=position)
-
-        def add(action: Action) -> Action:
-            own = calls.get(action.subject, [])
-            if action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
-                return action.with_inner_transfers(
-                    [each for call in own for each in sums(call, is_backward=False)]
-                )
-            if own and runs_input_backward(action, view.plan):
-                return action.with_inner_transfers(
-                    [each for call in own[::-1] for each in sums(call, is_backward=True)]
-                )
-            return action
-
-        return list(map(add, actions))
+def _inner_splits(sharding: ShardingPlan) -> dict[str, DimSplit]:
+    return {name: split for call in sharding.model_spec.experts_calls for name, split in call.inner_splits}
 
 
 class _SlicedExperts:
     """Runs the module of `call` on slices of its parameters along `axis`, and sums the results."""
 
     def __init__(self, runtime: Runtime, axis: str, call: ExpertsCall) -> None:
-        state = runtime.state
-        self._state = state
-        self._group: Group = state.world.group((axis,))
-        self._module = state.trained_module.module.get_submodule(call.name)
-        compute = state.plan.job.precision.compute
-        self._dtype, self._weights_dtype = getattr(torch, compute), getattr(torch, weights_dtype(compute))
+        self._sum = SummedExperts(runtime, axis)
+        self._module = runtime.state.trained_module.module.get_submodule(call.name)
+        group: Group = runtime.state.world.group((axis,))
         self._zeros: dict[str, tuple[int, int]] = {}  # before and behind the slice of a bias
         for name, split in call.inner_splits:
             if split.side == OUTPUT_BIAS:
-                first, end = split.units_of(self._group.index, self._group.size)
+                first, end = split.units_of(group.index, group.size)
                 self._zeros[name.rpartition(".")[2]] = first, split.num_units - end
 
     def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what `forward` returns with whole parameters, for [tokens, features] and their choice."""
-        given = [*args, *kwargs.values()]
-        at, _, at_weights = (i for i, each in enumerate(given) if isinstance(each, torch.Tensor))
-        hidden, weights = given[at], given[at_weights]
-        rows, weights_used = _SumGrads.apply(
-            self._group,
-            self._action_name,
-            hidden.to(self._dtype),
-            weights.to(self._weights_dtype),
-        )
-        given[at], given[at_weights] = rows.to(hidden.dtype), weights_used.to(weights.dtype)
-        summand = self._compute(
-            forward, given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
-        )
-        return redistribute(summand.to(self._dtype), self._group, P, I, self._action_name).to(hidden.dtype)
+        return self._sum.run(partial(self._compute, forward), *args, **kwargs)
 
-    def _action_name(self) -> str:
-        return self._state.current_action
-
-    def _compute(
-        self, forward: Callable[..., torch.Tensor], args: list[Any], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    def _compute(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         parameters: dict[str, Any] = self._module._parameters
         before = {leaf: parameters[leaf] for leaf in self._zeros}
         for leaf, zeros in self._zeros.items():
@@ -214,24 +152,3 @@ class _SlicedExperts:
             return forward(*args, **kwargs)
         finally:
             parameters.update(before)
-
-
-class _SumGrads(torch.autograd.Function):
-    """Returns the tensors; in backward, the gradients of those that need one are summed, in their order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, action_name: Callable[[], str], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.way = group, action_name
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, action_name = ctx.way
-        needed = ctx.needs_input_grad[2:]
-        sums = (
-            redistribute(grad, group, P, I, action_name) if needs else None
-            for grad, needs in zip(grads, needed, strict=True)
-        )
-        return None, None, *sums

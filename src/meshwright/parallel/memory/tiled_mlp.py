@@ -210,6 +210,9 @@ def _check_mlps(model_spec: ModelSpec) -> Iterator[Diagnostic]:
             yield Diagnostic(f"{mlp.name} attends to other tokens", UNTILED_FIX, LOCATION)
         elif any(each.halo and f"{each.module}.".startswith(f"{mlp.name}.") for each in known.conv_calls):
             yield Diagnostic(f"{mlp.name} convolves over tokens", UNTILED_FIX, LOCATION)
+        elif any(f"{each.module}.".startswith(f"{mlp.name}.") for each in known.sample_gathers):
+            text = f"{mlp.name} compares tokens of a sample with each other"
+            yield Diagnostic(text, UNTILED_FIX, LOCATION)
 
 
 def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: Any) -> torch.Tensor:

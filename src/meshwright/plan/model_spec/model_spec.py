@@ -154,6 +154,23 @@ class BatchNormCall:
     input_needs_grad: bool = True
 
 
+@dataclass(frozen=True)
+class ReluActivations:
+    """What autograd saves of ReLU and max pooling in the forward of `block_call`, in elements per sample.
+
+    `mask_numel` are results of ReLU, of which its backward needs the sign, and squares of such results;
+    `saved_numel` are those of them that nothing but autograd holds; `value_numel` those whose values other
+    operations need; `largest_numel` the largest tensor among them. `index_numel` are positions of maxima.
+    """
+
+    block_call: str
+    mask_numel: int
+    saved_numel: int
+    value_numel: int
+    largest_numel: int
+    index_numel: int = 0
+
+
 OUTPUT_BIAS = "output bias"
 
 
@@ -282,7 +299,8 @@ class ModelSpec:
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
     batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
-    choice. `loss_saved_numel`: elements per sample that the loss keeps until its backward.
+    choice; `relu_activations` are results of ReLU and max pooling that autograd saves. `loss_saved_numel`:
+    elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -312,6 +330,7 @@ class ModelSpec:
     batch_norm_calls: tuple[BatchNormCall, ...] = ()
     experts_calls: tuple[ExpertsCall, ...] = ()
     choice_biases: tuple[ChoiceBias, ...] = ()
+    relu_activations: tuple[ReluActivations, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -398,6 +417,7 @@ class ModelSpec:
             residual_flows=tuple(flow for flow in self.residual_flows if flow.block_call in block_calls),
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
+            relu_activations=tuple(each for each in self.relu_activations if each.block_call in block_calls),
             choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 

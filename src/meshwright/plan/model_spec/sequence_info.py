@@ -74,6 +74,38 @@ class ConvSpec:
 
 
 @dataclass(frozen=True)
+class GatheredValue:
+    """A tensor [samples, tokens, ..] with `token_numel` numbers per token, of which ranks gather those of all
+    tokens.
+    """
+
+    token_numel: int
+    is_float: bool
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class SampleGather:
+    """A call of `module` (`nn.WholeSamples`) in a block call, that computes of the `values` of all tokens of
+    a sample: `num_tokens`.
+
+    Before it, the block call runs `num_prior_attention_calls` attention calls and the layers `prior_layers`.
+    """
+
+    block_call: str
+    module: str
+    num_tokens: int
+    values: tuple[GatheredValue, ...]
+    num_prior_attention_calls: int = 0
+    prior_layers: tuple[str, ...] = ()
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether some value needs its gradient."""
+        return any(value.needs_grad for value in self.values)
+
+
+@dataclass(frozen=True)
 class CapturedTokens:
     """The tokens of a tensor that a block call puts into a side channel: `num_tokens` per sample along `dim`.
 
@@ -175,6 +207,7 @@ class SequenceInfo:
     reads_values: bool = False
     other_lengths: tuple[tuple[str, int], ...] = ()
     conv_calls: tuple[ConvSpec, ...] = ()
+    sample_gathers: tuple[SampleGather, ...] = ()
     has_untracked_writes: bool = False
 
     def num_tokens_in(self, name: str) -> int:

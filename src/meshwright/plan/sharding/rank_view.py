@@ -135,15 +135,24 @@ class RankView:
         return RankWorkShare(self.plan, self.model_spec, fractions, token_shard)
 
     def _experts_fractions(self) -> Iterator[tuple[str, LayerFraction]]:
-        """Yields this rank's fraction of the features inside each expert, by module, if they are sliced."""
+        """Yields this rank's fraction of the work of experts, by module: of the features inside each expert,
+        if they are sliced, or of the experts, if others have others for the same tokens.
+        """
         inner_splits = {
             call.name: call.inner_splits[0] for call in self.model_spec.experts_calls if call.inner_splits
         }
+        calls = self.model_spec.experts_calls
         named = (
             {name: each for each in self.logical_param_shardings for name in each.param.names}
-            if inner_splits
+            if calls
             else {}
         )
+        for call in calls:
+            for shard in self.dim_shards(named[call.params[0]]):
+                dispatch_axes = [axis for axis in shard.axes if axis not in self.plan.param_slice_axes]
+                if shard.dim_split.dim == 0 and len(dispatch_axes) < len(shard.axes):
+                    number = shard.dim_ranges.size * self.plan.mesh.group_size(dispatch_axes)
+                    yield call.name, LayerFraction(Fraction(number, call.num_experts), frozenset(shard.axes))
         for module, (name, split) in inner_splits.items():
             for shard in self.dim_shards(named[name]):
                 if shard.dim_split.dim == split.dim:

@@ -235,13 +235,13 @@ class ShardingPlan:
 
     @cached_property
     def param_slice_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have slices of parameters for the same samples, outermost first."""
+        """The axes along which ranks have slices of parameters for the same tokens, outermost first."""
         sliced = {axis for each in self.param_shardings for axis in each.sliced_dims}
-        return in_mesh_order(sliced.difference(self.data_axes))
+        return in_mesh_order(sliced.difference(self.grad_sum_axes))
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks have different parameters, or slices of them, for the same samples."""
+        """The axes along which ranks have different parameters, or slices of them, for the same tokens."""
         return in_mesh_order({*self.param_slice_axes, *self.stage_axes})
 
     @property
@@ -318,14 +318,16 @@ class ShardingPlan:
         # Such a parameter gets a flat parameter or bucket of its own, so that equal parameters lie at equal
         # offsets on all ranks. The offset decides the last bit of products, sums and updates, and copies must
         # stay bitwise equal. Owners update full matrices.
-        sizes = {
-            axis: param_sharding.param.dim_split(dim).num_units
-            for axis, dim in param_sharding.sliced_dims.items()
+        dims = param_sharding.sliced_dims
+        num_ranks = {
+            dim: self.mesh.group_size(axis for axis in dims if dims[axis] == dim) for dim in dims.values()
         }
         return (
             bool(param_sharding.flat_shard_axes or param_sharding.grad_reductions())
             and not param_sharding.owner_axes
-            and any(units % self.mesh.size(axis) for axis, units in sizes.items())
+            and any(
+                param_sharding.param.dim_split(dim).num_units % number for dim, number in num_ranks.items()
+            )
         )
 
     def _param_group(
@@ -343,7 +345,7 @@ class ShardingPlan:
         is_own_group = [axis for axis in first.grad_reductions() if axis not in self.grad_sum_axes]
         is_own_group = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in is_own_group]
         name += f" over {' '.join(is_own_group)}" if is_own_group else ""
-        name += " experts" if set(first.sliced_dims) & set(self.data_axes) else ""
+        name += " experts" if set(first.sliced_dims) & set(self.grad_sum_axes) else ""
         name += " in uneven slices" if uneven else ""
         if first.flat_shard_axes and first.shard_alignment != "element":
             name += (

@@ -105,7 +105,13 @@ class GradReduceScatter:
     def _reduce_over_replicas(self, actions: list[Action]) -> list[Action]:
         # A replica reduction is issued after two more groups have been packed: the shard is complete by then,
         # or its buffer would not be free.
-        last = {action.tensors: action for action in actions if action.kind in ("REDUCE", "ACCUMULATE")}
+        replicated = {
+            group.names
+            for group in self.param_groups
+            if self.replicate_axis not in group.param_shardings[0].sliced_dims
+        }
+        sums = (action for action in actions if action.kind in ("REDUCE", "ACCUMULATE"))
+        last = {action.tensors: action for action in sums if action.tensors in replicated}
         due: list[tuple[Action, int]] = []
         edited: list[Action] = []
         for action in actions:

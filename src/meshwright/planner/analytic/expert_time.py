@@ -1,16 +1,19 @@
 """Seconds of the experts of a layer: what they compute, and the rows that travel to them.
 
     rows per rank        R = T k / s      T tokens of a microbatch on a rank, k chosen experts, s tensor ranks
-                                          that share the tokens; times the load of the busiest rank
+                                          that share the tokens, or have different experts of the same ones;
+                                          times the load of the busiest rank
     matmuls              3 grouped matmuls (2 without a gate) of R rows, in tiles of 128 per expert; never
                          faster than reading the matrices of all E / ep local experts
     around them          sorting, weighting and adding rows passes through memory
-    sent per trip        T / s x (ep - 1) p rows,  p = 1 - C(E - E / ep, k) / C(E, k): a token goes once to
-                         each other rank that has one of its experts (parallel/expert/expert_parallel.py)
+    sent per trip        T / s x (n - 1) p rows,  p = 1 - C(E - E / ep, k) / C(E, k),  n of the ep ranks with
+                         other tokens: a token goes once to each of them that has one of its experts
+                         (parallel/expert/expert_parallel.py)
     trips                2 forward, 2 backward, all exposed unless the code overlaps them
 
 The transfer takes the longer of what stays on a host, at the rate of links, and what leaves it, at that of
 the network. Slices of experts along tp add a sum: of T rows, or of the k T rows under sequence parallelism.
+So do different experts along tp (`ep_tp`): a sum of T rows, and nothing is sent along it.
 
 A step ends with its busiest rank. EXPERT_LOAD, 1.6, is its tokens over the mean of all ranks. It is fitted
 to two pairs of published runs (Megatron-MoE-ModelZoo, Qwen3-235B on 256 H100): with the router's own choice
@@ -53,7 +56,8 @@ def max_expert_load(shape: ModelShape, config: ParallelConfig) -> float:
 
 def local_rows(shape: ModelShape, config: ParallelConfig) -> float:
     """Returns the rows (token and expert) of a microbatch on the busiest rank, of a layer with experts."""
-    return config.local_tokens(shape) * shape.top_k / config.token_shards * expert_load(shape, config)
+    shards = config.token_shards * config.ep_tp
+    return config.local_tokens(shape) * shape.top_k / shards * expert_load(shape, config)
 
 
 def local_expert_numel(shape: ModelShape, config: ParallelConfig) -> float:
@@ -116,17 +120,18 @@ def expert_dispatch(shape: ModelShape, config: ParallelConfig, machine: Machine)
 
 def _trip_s(shape: ModelShape, config: ParallelConfig, machine: Machine, nbytes: float) -> float:
     """Returns the seconds of one trip; `nbytes`: what is sent if each token goes to one other rank."""
-    if config.ep == 1:
+    ranks = config.ep_dispatch
+    if ranks == 1:
         return 0.0
     stride = config.expert_tp if config.sequence_parallel else config.dp_stride
-    per_host = min(config.ep, max(1.0, machine.devices_per_host // stride))
-    hosts, costs = config.ep / per_host, config.expert_costs
+    per_host = min(ranks, max(1.0, machine.devices_per_host // stride))
+    hosts, costs = ranks / per_host, config.expert_costs
     copies = shape.top_k / config.ep if costs.sends_per_expert else _reached_share(shape, config.ep)
-    inside = (config.ep - 1 if costs.sends_per_host else per_host - 1) * copies
-    outside = (config.ep - per_host) * copies
+    inside = (ranks - 1 if costs.sends_per_host else per_host - 1) * copies
+    outside = (ranks - per_host) * copies
     if costs.sends_per_host:
-        outside = (hosts - 1) * _reached_share(shape, hosts)
-    latency_s = machine.rates.latency_s * log2(config.ep) * (2 if hosts > 1 else 1)
+        outside = (hosts - 1) * _reached_share(shape, hosts * config.ep_tp)
+    latency_s = machine.rates.latency_s * log2(ranks) * (2 if hosts > 1 else 1)
     if hosts <= 1:
         return nbytes * inside / machine.link_rate + latency_s
     # neighbouring hosts: their messages do not reach the levels of the fabric that all hosts share

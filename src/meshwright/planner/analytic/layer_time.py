@@ -175,7 +175,7 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
     gather_s = exposed * all_gather_seconds(
         machine, HALF_NBYTES * tokens * h, tp, config.tp_stride, config.num_ranks
     )
-    mlp = 2 * _mlp_sum_share(shape, config)
+    mlp = 2 * _mlp_sums(shape, config)
     forward, backward = (2 + mlp) * gather_s, ((3 if config.sequence_parallel else 2) + mlp) * gather_s
     if config.cp > 1:
         attention = _attention_time(shape, config, machine, shape.attention_dim / tp)
@@ -204,9 +204,10 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
     return PassTime(forward, backward)
 
 
-def _mlp_sum_share(shape: ModelShape, config: ParallelConfig) -> float:
-    """The share of layers whose MLP is divided over tensor ranks: not of those that have nothing but whole
-    experts.
+def _mlp_sums(shape: ModelShape, config: ParallelConfig) -> float:
+    """The sums of MLPs over tensor ranks in the mean layer: of a plain MLP, or of shared experts, and of the
+    chosen experts, unless all of them are whole on each of these ranks.
     """
-    is_divided = shape.shared_ffn or (config.expert_tp > 1 and not config.sequence_parallel)
-    return 1.0 if is_divided else 1 - shape.expert_layer_share
+    is_divided = config.ep_tp > 1 or (config.expert_tp > 1 and not config.sequence_parallel)
+    share = shape.expert_layer_share
+    return 1 - share + share * ((shape.shared_ffn > 0) + is_divided)

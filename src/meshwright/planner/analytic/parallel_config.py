@@ -86,11 +86,12 @@ class ParallelConfig:
     communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
     by one, each when needed.
 
-    `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too, and with
-    sequence parallelism among the tensor ranks as well (parallel folding). `expert_tp` of the tensor ranks
-    share the matrices of an expert; 1: each has whole ones. `expert_load`: the tokens of the busiest ep rank,
-    over the mean. `expert_costs`: what the code around experts costs. `launches`: kernel launches of a layer,
-    over those of a layer without experts or CUDA graphs.
+    `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too (and `cp`, if
+    dp has no such divisor), and with sequence parallelism among the tensor ranks as well (parallel folding).
+    `ep_tp` of them are tensor ranks with the same tokens, which add up what their experts compute.
+    `expert_tp` of the tensor ranks share the matrices of an expert; 1: each has whole ones. `expert_load`:
+    the tokens of the busiest ep rank, over the mean. `expert_costs`: what the code around experts costs.
+    `launches`: kernel launches of a layer, over those of a layer without experts or CUDA graphs.
     """
 
     dp: int = 1
@@ -117,6 +118,7 @@ class ParallelConfig:
     ulysses_degree: int = 1
     tp_across_hosts: bool = False
     ep: int = 1
+    ep_tp: int = 1
     expert_tp: int = 1
     expert_load: float = EXPERT_LOAD
     expert_costs: ExpertCosts = ExpertCosts()
@@ -143,19 +145,34 @@ class ParallelConfig:
         return self.tp // self.expert_tp if self.sequence_parallel else 1
 
     @property
+    def ep_dispatch(self) -> int:
+        """The ranks among which tokens travel to their experts."""
+        return self.ep // self.ep_tp
+
+    @property
+    def ep_dp(self) -> int:
+        """Those of them that are data-parallel ranks; the others are along cp."""
+        return self.ep_dispatch if self.dp % self.ep_dispatch == 0 else self.ep_dispatch // self.cp
+
+    @property
+    def layer_key(self) -> tuple[int, ...]:
+        """What the time of a layer depends on, besides the microbatch."""
+        return self.tp, self.cp, self.ulysses_degree, self.tp_stride, self.ep, self.ep_tp, self.expert_tp
+
+    @property
     def expert_copies(self) -> float:
         """The ranks that hold the same experts and reduce their gradients."""
-        return self.data_parallel_size * self.token_shards / self.ep
+        return self.data_parallel_size * self.token_shards / self.ep_dispatch
 
     @property
     def expert_shard_size(self) -> float:
         """The ranks over which the states of the same experts are sharded."""
-        return max(1.0, self.zero_shard_size * self.token_shards / self.ep)
+        return max(1.0, self.zero_shard_size * self.token_shards / self.ep_dispatch)
 
     @property
     def expert_stride(self) -> int:
         """The distance of neighbouring ranks with the same experts."""
-        return self.ep * (self.expert_tp if self.sequence_parallel else self.dp_stride)
+        return self.ep_dispatch * (self.expert_tp if self.sequence_parallel else self.dp_stride)
 
     @property
     def tp_stride(self) -> int:
@@ -197,7 +214,8 @@ class ParallelConfig:
             yield Diagnostic(
                 text, "groups are equal, and each rank gets as many heads: choose a divisor of both", "cp"
             )
-        if self.ep > 1 and (self.ep > shape.experts or self.data_parallel_size * self.token_shards % self.ep):
+        replicas = self.data_parallel_size * self.token_shards * self.ep_tp
+        if self.ep > 1 and (self.ep > shape.experts or replicas % self.ep):
             text = f"ep {self.ep} for {shape.experts} experts on {self.data_parallel_size} replicas"
             yield Diagnostic(text, "choose a divisor of the replicas, with an expert for each rank", "ep")
         if self.zero_group_size and (self.dp % self.zero_group_size or not self.zero_stage):

@@ -1,7 +1,9 @@
 """Enumerates the parallel configurations that a request allows.
 
     meshes           tp on one host, pp up to the number of layers, cp for long sequences, dp the rest; the
-                     number of cp ranks that exchange tokens for heads; the dp ranks with different experts
+                     number of cp ranks that exchange tokens for heads; the dp ranks with different experts,
+                     which cp ranks join where dp has no such divisor; tp ranks with all experts, with
+                     different ones, or with slices of each
     microbatches     every divisor of the samples of a replica
     on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
                      pipeline schedules
@@ -63,14 +65,20 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
             micro_batch=1,
             num_microbatches=request.batch // dp,
         )
-        for ulysses_degree, ep in product(_ulysses_degrees(request, mesh), _expert_ranks(request, mesh)):
-            yield replace(mesh, ulysses_degree=ulysses_degree, ep=ep)
+        for ulysses_degree, each in product(_ulysses_degrees(request, mesh), _with_experts(request, mesh)):
+            yield replace(each, ulysses_degree=ulysses_degree)
 
 
-def _expert_ranks(request: SearchRequest, mesh: ParallelConfig) -> Iterator[int]:
-    for size in divisors(mesh.dp) if request.shape.experts else [1]:
-        if size <= max(1, request.shape.experts) and request.fixed.get("ep", size) == size:
-            yield size
+def _with_experts(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields `mesh` with each number of ranks with different experts, and of what tensor ranks have."""
+    shape, fixed = request.shape, request.fixed
+    dispatch = sorted({size * more for size in divisors(mesh.dp) for more in (1, mesh.cp)})
+    along_tp = [(1, 1), (mesh.tp, 1), (1, mesh.tp)] if mesh.tp > 1 else [(1, 1)]
+    for size, (ep_tp, expert_tp) in product(dispatch, along_tp) if shape.experts else [(1, (1, 1))]:
+        ep = size * ep_tp
+        fits = ep <= max(1, shape.experts) and (expert_tp == 1 or shape.expert_ffn_dim >= 8 * expert_tp)
+        if fits and (fixed.get("ep", ep), fixed.get("expert_tp", expert_tp)) == (ep, expert_tp):
+            yield replace(mesh, ep=ep, ep_tp=ep_tp, expert_tp=expert_tp)
 
 
 def _ulysses_degrees(request: SearchRequest, mesh: ParallelConfig) -> Iterator[int]:
@@ -148,12 +156,12 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
 def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[tuple[int, int]]:
     """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
     stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
-    stages = range(1, 4) if sized_mesh.ep > 1 else stages  # the other weights are sharded along ep too
+    stages = range(1, 4) if sized_mesh.ep_dp > 1 else stages  # the other weights are sharded along ep too
     for stage in stages:
         if request.fixed.get("zero_stage", stage) != stage:
             continue
         if "dp_shard" in request.fixed:
-            size = request.fixed["dp_shard"] * sized_mesh.ep
+            size = request.fixed["dp_shard"] * sized_mesh.ep_dp
             if stage and sized_mesh.dp % size == 0:
                 yield stage, size
             continue
@@ -166,7 +174,7 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
             yield from (
                 (stage, size)
                 for size in groups
-                if 1 < size < sized_mesh.dp and sized_mesh.dp % size == size % sized_mesh.ep == 0
+                if 1 < size < sized_mesh.dp and sized_mesh.dp % size == size % sized_mesh.ep_dp == 0
             )
 
 
@@ -204,7 +212,7 @@ def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> It
         profiles, key=lambda profile: (profile.is_bidirectional, profile.in_flight, profile.uniform_memory)
     )
     for zero_stage in (3, 2, 1, 0):
-        if zero_stage == 0 and sized_mesh.ep > 1:
+        if zero_stage == 0 and sized_mesh.ep_dp > 1:
             continue
         if request.fixed.get("zero_stage", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
             for recompute in reversed(request.recompute_modes):

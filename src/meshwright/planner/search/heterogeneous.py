@@ -152,7 +152,7 @@ class HeterogeneousEstimator:
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
         """Returns a lower bound on the step time, with layers split into fractions."""
-        key = mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride, mesh.ep
+        key = mesh.layer_key
         if key not in self._sample_bounds:
             self._sample_bounds[key] = [
                 sample_bound(self.request.shape, mesh, machine) for machine in self._machines
@@ -251,14 +251,7 @@ class HeterogeneousEstimator:
         )
 
     def _microbatch_times(self, sized_mesh: ParallelConfig) -> list[MicrobatchTime]:
-        key = (
-            sized_mesh.tp,
-            sized_mesh.cp,
-            sized_mesh.ulysses_degree,
-            sized_mesh.tp_stride,
-            sized_mesh.ep,
-            sized_mesh.micro_batch,
-        )
+        key = (*sized_mesh.layer_key, sized_mesh.micro_batch)
         if key not in self._microbatch_cache:
             self._microbatch_cache[key] = [
                 microbatch_time(self.request.shape, sized_mesh, machine) for machine in self._machines

@@ -24,7 +24,10 @@ MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a seq
 USABLE_MEMORY_FRACTION = 0.96  # of a device's memory; the driver takes the rest
 PARALLEL_AXES = ("dp", "tp", "pp", "cp")
 MAX_QUANTITY = 1 << 32  # the largest batch, sequence length or number of devices
-SETTABLE_NAMES = (*PARALLEL_AXES, "ep", "zero_stage", "dp_shard", "micro_batch", "virtual_stages")
+SETTABLE_NAMES = (
+    *(*PARALLEL_AXES, "ep", "expert_tp"),
+    *("zero_stage", "dp_shard", "micro_batch", "virtual_stages"),
+)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 
 
@@ -133,10 +136,12 @@ class SearchRequest:
         if ep > max(1, shape.experts):
             text = f"ep {ep} for {shape.experts or 'no'} experts"
             yield Diagnostic(text, "each rank has an expert: choose a smaller ep", "ep")
-        if self.fixed.get("dp", ep) % ep or self.machine.num_devices % ep:
-            whole = f"dp {self.fixed['dp']}" if "dp" in self.fixed else f"{self.machine.num_devices} devices"
-            text = f"ep {ep} does not divide {whole}"
-            yield Diagnostic(text, "ep ranks are among those along dp: choose a divisor", "ep")
+        given = {axis: self.fixed.get(axis, 0) for axis in ("dp", "cp", "tp")}
+        ranks = prod(given.values()) or self.machine.num_devices
+        if ranks % ep:
+            axes = " x ".join(f"{axis} {size}" for axis, size in given.items() if size > 1)
+            text = f"ep {ep} does not divide {axes if all(given.values()) else f'{ranks} devices'}"
+            yield Diagnostic(text, "ep ranks are among those along dp, cp and tp: choose a divisor", "ep")
         if self.head_exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
             text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} attention heads"
             yield Diagnostic(

@@ -76,6 +76,7 @@ class Candidate:
             config.cp,
             config.ulysses_degree,
             config.ep,
+            config.expert_tp,
             config.micro_batch,
             config.virtual_stages,
             config.zero_stage,
@@ -235,7 +236,7 @@ class HomogeneousEstimator:
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
         """Returns a lower bound on the step time of all configurations on `mesh`."""
-        request, key = self._request, (mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride, mesh.ep)
+        request, key = self._request, mesh.layer_key
         if key not in self._sample_bounds:
             self._sample_bounds[key] = sample_bound(request.shape, mesh, request.machine)
         sample = self._sample_bounds[key]
@@ -299,14 +300,7 @@ class HomogeneousEstimator:
         return num_estimated
 
     def _microbatch_time(self, sized_mesh: ParallelConfig) -> MicrobatchTime:
-        key = (
-            sized_mesh.tp,
-            sized_mesh.cp,
-            sized_mesh.ulysses_degree,
-            sized_mesh.tp_stride,
-            sized_mesh.ep,
-            sized_mesh.micro_batch,
-        )
+        key = (*sized_mesh.layer_key, sized_mesh.micro_batch)
         if key not in self._microbatch_times:
             self._microbatch_times[key] = microbatch_time(
                 self._request.shape, sized_mesh, self._request.machine
@@ -314,7 +308,7 @@ class HomogeneousEstimator:
         return self._microbatch_times[key]
 
     def _tail_bound(self, mesh: ParallelConfig) -> float:
-        key = mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.ep
+        key = mesh.tp, mesh.pp, mesh.cp, mesh.dp, mesh.ep, mesh.ep_tp, mesh.expert_tp
         if key not in self._tail_bounds:
             request = self._request
             self._tail_bounds[key] = tail_bound_s(

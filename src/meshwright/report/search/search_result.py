@@ -298,7 +298,14 @@ def _largest_category(memory: MemoryEstimate) -> str:
 def axis_texts(config: ParallelConfig) -> list[str]:
     """Returns the axes with more than one rank, each with its size."""
     sizes = {"dp": config.dp, "ep": config.ep, "tp": config.tp, "pp": config.pp, "cp": config.cp}
-    return [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    sizes["expert_tp"] = config.expert_tp
+    folded = {"cp": config.ep_dispatch // config.ep_dp, "tp": config.ep_tp}
+    among = " and ".join(axis for axis, size in folded.items() if size > 1)
+    return [
+        f"{axis} {size}" + (f" (also along {among})" if axis == "ep" and among else "")
+        for axis, size in sizes.items()
+        if size > 1
+    ]
 
 
 def config_text(candidate: Candidate) -> str:

@@ -28,6 +28,7 @@ from meshwright.report.terminal.dtype_balance_staleness_notes import (
 from meshwright.report.terminal.fold_repeated_lines import folded_rows
 from meshwright.report.terminal.memory_and_sent_bytes import (
     busiest_rank,
+    expected_text,
     sent_table,
     states_table,
     states_text,
@@ -131,7 +132,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **staleness_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),
-        "sent per rank and step": _sent_text(plan),
+        "sent per rank and step": _sent_text(plan) + expected_text(plan),
         "plan": plan.hash,
     }
 

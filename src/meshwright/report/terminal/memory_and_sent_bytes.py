@@ -124,6 +124,23 @@ def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     }
 
 
+def expected_text(plan: Plan) -> str:
+    """Says that the bytes sent are those expected, and how many more there may be, if data decides some.
+
+    An empty text if all are exact.
+    """
+    sizes = [
+        message.runtime_size
+        for action in busiest_rank(plan)[1]
+        for message in action.sent_transfers
+        if message.runtime_size is not None
+    ]
+    more = sum(size.at_most - size.expected for size in sizes)
+    if not sizes:
+        return ""
+    return f" expected, at most {format_nbytes(more)} more: the choice of experts decides"
+
+
 def sent_table(plan: Plan) -> Table | None:
     """Returns messages and bytes per step of the busiest rank, by kind of action and transfer.
 

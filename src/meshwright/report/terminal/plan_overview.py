@@ -30,7 +30,12 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes, peak_nbytes
 from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
-from meshwright.report.terminal.memory_and_sent_bytes import busiest_rank, first_ranks, fullest_rank
+from meshwright.report.terminal.memory_and_sent_bytes import (
+    busiest_rank,
+    expected_text,
+    first_ranks,
+    fullest_rank,
+)
 from meshwright.report.terminal.prediction import (
     CATEGORY_TEXTS,
     category_seconds,
@@ -196,7 +201,9 @@ class PlanOverview:
             return
         total, rank = sum(row[3] for row in rows), busiest_rank(self.plan)[0]
         where = f"rank {rank}, which sends most" if len(self.plan.program.roles) > 1 else "each rank"
-        yield Text(f"\nsent per step by {where}: {format_nbytes(total)}", style="bold")
+        yield Text(
+            f"\nsent per step by {where}: {format_nbytes(total)}{expected_text(self.plan)}", style="bold"
+        )
         yield Table(
             ["", "", Column("", "{:,} x"), Column("", format_nbytes), ""],
             [

@@ -17,11 +17,12 @@ the last one counts.
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.plan.job.file_format import METRICS
 
 METRICS_FILE = "metrics.jsonl"
@@ -60,8 +61,8 @@ class MetricsLog:
     """`metrics.jsonl` in the run's folder, written by rank 0. `known_lines` are the lines of an earlier
     start, by kind and step.
 
-    Raises PlanError when the file has another format or version, or a complete line of it is not a line of
-    metrics.
+    Raises PlanError when the file has another format or version, a complete line of it is not a line of
+    metrics, or a line cannot be written (a full disk).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,12 +89,15 @@ class MetricsLog:
         self._append(line)
 
     def _append(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        fix = "make room on the disk, then start the same run again: it continues from its last checkpoint"
+        with refuse_write_errors("the metrics", self.path, fix):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with suppress(OSError):  # of a line that could not be written: `write` has raised it
+            self._file.close()
 
     def _read(self) -> dict[tuple[str, int], dict[str, Any]]:
         if not self.path.exists():

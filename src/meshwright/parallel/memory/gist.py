@@ -1,0 +1,201 @@
+"""Gist: what autograd saves of ReLU and max pooling rests in fewer bits between forward and backward.
+
+Why it works: the backward of a ReLU reads only the sign of its result, so a bit per element is enough. The
+operation behind it reads the values, but about half of them are zero: the others and a bit per element hold
+all. Max pooling saves where each maximum was, as an int64, and there are only as many places as the window
+has. So forward and backward compute the same bits as before; what rests between them is smaller. Nothing is
+computed twice, which is what recomputation costs.
+
+    forward    conv -> y -> relu -> z -> conv            backward    conv <- decode <- bits, values
+                              |      saves z: bits, values                relu <- bits
+                              saves z: bits (the same)
+               max_pool  saves positions: a byte each
+
+    n elements of z, of which m are not zero, w bytes each; p positions
+      bytes = n/8 + m w + p        instead of n w + 8 p
+      n/8 alone where nothing but the ReLU saves z; squared ReLU: as much again for the square
+
+What is zero depends on the data: `plan` expects half of each result, and says what it is at most (no zeros).
+`backward_dtype` does more, and is not exact: everything else in wider floats that only the backward reads
+is rounded to it (delayed precision reduction). The forward stays as it is.
+
+Cost: no bytes sent; the encoding reads and writes each such tensor about four times. On a GPU one read by the
+host per tensor whose values are kept, as their number decides a size.
+Limits: ReLU, its square and two-dimensional max pooling inside a block. A result that a block returns is held
+by the next block anyway. For models with SiLU or GELU (Llama, BERT) nothing is saved: that is refused, unless
+`backward_dtype` is set. Block calls that activation checkpointing runs again save nothing to encode.
+Paper: Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training", ISCA (section 4).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from fnmatch import fnmatchcase
+from fractions import Fraction
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.parallel.memory.gist_encodings import GistEncoder
+from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.field_constraints import one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ReluActivations, block_of
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
+from meshwright.plan.step.program import Action, Allocation, Program, RuntimeSize
+from meshwright.plan.step.single_device_program import INPUT_GRAD_KINDS, samples_per_microbatch
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+LOCATION = "strategies.gist"
+INDEX_NBYTES = 8  # a position of a maximum, as autograd saves it
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8_e4m3fn": 2.0**-4}  # relative
+
+
+@dataclass(frozen=True)
+class Gist(Strategy):
+    """Encodes what the blocks that match one of `blocks` save (without `blocks`: all).
+
+    `backward_dtype` rounds what else they save, if it is not empty.
+    """
+
+    name: ClassVar[str] = "gist"
+    phase: ClassVar[StrategyPhase] = "storage"  # once it is known which block calls run again
+    blocks: tuple[str, ...] = ()
+    backward_dtype: str = field(default="", metadata=one_of("", *ROUNDING))
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        """Whether the numbers of training are the same without it."""
+        return not self.backward_dtype
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        model_spec = sharding.model_spec
+        for pattern in self.blocks:
+            if not any(_matches(block_call, pattern) for block_call in model_spec.block_calls):
+                text = f"'{pattern}' matches no block of {model_spec.name}"
+                yield Diagnostic(text, suggest_name(pattern, model_spec.block_calls), f"{LOCATION}.blocks")
+        if not self._encoded(model_spec.relu_activations) and not self.backward_dtype:
+            text = f"it saves 0 bytes: no block of {model_spec.name} has a ReLU or a max pooling inside"
+            fix = 'remove it, or set its backward_dtype = "bfloat16", which rounds what backward reads'
+            if model_spec.relu_activations:
+                fix = "leave out its `blocks`: others have some"
+            yield Diagnostic(text, fix, LOCATION)
+
+    def tolerance(self, sharding: ShardingPlan) -> float:
+        return ROUNDING.get(self.backward_dtype, 0.0)
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._encode_memory(actions, view, job))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        model_spec = runtime.state.plan.view.model_spec
+        calls = [each.block_call for each in self._encoded(model_spec.relu_activations)]
+        if self.backward_dtype:
+            calls = [each for each in model_spec.block_calls if self._is_selected(each)]
+        forwards = {action.name: action for action in runtime.state.plan.actions if action.kind == "F"}
+        for block in dict.fromkeys(map(block_of, calls)):
+            runtime.state.patches.wrap_forward(block, partial(self._run, runtime, forwards))
+        return {}
+
+    def _run(
+        self,
+        runtime: Runtime,
+        forwards: Mapping[str, Action],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        action = forwards.get(runtime.state.current_action)
+        if action is None or not torch.is_grad_enabled():  # an evaluation, or a forward that runs again
+            return forward(*args, **kwargs)
+        kept = 0
+
+        def count(number: int) -> None:
+            nonlocal kept
+            kept += number
+
+        narrow = getattr(torch, self.backward_dtype) if self.backward_dtype else None
+        encoder = GistEncoder(count, narrow, _weights(runtime) if narrow else frozenset())
+        with encoder.encoding():
+            outputs = forward(*args, **kwargs)
+        name = _values_name(action.subject, action.microbatch)
+        runtime.state.world.ledger.record_count(name, kept)
+        return outputs
+
+    def _encode_memory(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        num_samples, width = (
+            samples_per_microbatch(actions, view.plan, job),
+            FLOAT_NBYTES[job.precision.compute],
+        )
+        found = {
+            each.block_call: _local(each, view, num_samples)
+            for each in self._encoded(view.model_spec.relu_activations)
+        }
+        encoded: set[str] = set()
+
+        def encode(action: Action) -> Action:
+            activations = found.get(action.subject)
+            name = saved_activations_name(action.subject, action.microbatch)
+            if activations is not None and action.kind == "F":
+                encoded.add(name)
+                return _encoded_forward(action, activations, width)
+            if activations is None or name not in encoded:
+                return action
+            frees, decoded = action.frees, activations.largest_numel * width
+            if name in frees and activations.value_numel:
+                frees = (*frees, _values_name(action.subject, action.microbatch))
+            grows = action.kind in INPUT_GRAD_KINDS
+            allocations = tuple(
+                replace(each, nbytes=each.nbytes + decoded) if grows and each.name == SCRATCH else each
+                for each in action.allocations
+            )
+            return replace(action, frees=frees, allocations=allocations)
+
+        return [encode(action) for action in actions]
+
+    def _encoded(self, activations: tuple[ReluActivations, ...]) -> list[ReluActivations]:
+        return [each for each in activations if self._is_selected(each.block_call)]
+
+    def _is_selected(self, block_call: str) -> bool:
+        return not self.blocks or any(_matches(block_call, pattern) for pattern in self.blocks)
+
+
+def _matches(block_call: str, pattern: str) -> bool:
+    return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
+
+
+def _values_name(block_call: str, microbatch: int | None) -> str:
+    return f"values not zero({block_call}, {microbatch})"
+
+
+def _local(activations: ReluActivations, view: RankView, num_samples: int) -> ReluActivations:
+    """Returns `activations` of this rank, of a microbatch."""
+    block_call, model_spec = activations.block_call, view.model_spec
+    full = dict(zip(model_spec.block_calls, model_spec.saved_numel, strict=True))[block_call]
+    own = view.work_share.block_shares[block_call].saved_numel
+    share = Fraction(own, full) if full else view.work_share.token_fraction(block_call)
+    sizes = astuple(activations)[1:]
+    return ReluActivations(block_call, *(int(numel * num_samples * share) for numel in sizes))
+
+
+def _encoded_forward(forward: Action, activations: ReluActivations, width: int) -> Action:
+    name = saved_activations_name(forward.subject, forward.microbatch)
+    freed = activations.saved_numel * width + activations.index_numel * INDEX_NBYTES
+    added = -(-activations.mask_numel // 8) + activations.index_numel
+    allocations = [
+        replace(each, nbytes=max(0, each.nbytes - freed) + added) if each.name == name else each
+        for each in forward.allocations
+    ]
+    if activations.value_numel:
+        values = _values_name(forward.subject, forward.microbatch)
+        size = RuntimeSize(values, width, activations.value_numel // 2, activations.value_numel)
+        allocations.append(Allocation(values, size.expected, size))
+    return replace(forward, allocations=tuple(allocations))
+
+
+def _weights(runtime: Runtime) -> frozenset[int]:
+    module = runtime.state.trained_module.module
+    tensors = (*module.parameters(), *module.buffers())
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
