@@ -76,14 +76,14 @@ def state_bytes(plan: Plan, rank: int, tier: MemoryTier = "device") -> StateByte
 def _state_bytes(plan: RankPlan, groups: Sequence[GroupStates], tier: MemoryTier) -> StateBytes:
     tiers = plan.sharding.tiers
     gradients, buffers = _gradient_and_buffer_nbytes(plan, tier)
-    weights = sum(each.weight_nbytes for each in groups)
+    weights = sum(each.weight_nbytes for each in groups if each.weight_tier == tier)
     rounded = sum(each.rounded_nbytes for each in groups)
     strategy_states = sum(
         local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
     )
     has_states = tiers.optimizer_states == tier
     return StateBytes(
-        parameters=(weights if tiers.weights == tier else 0) + (rounded if tier == "host" else 0),
+        parameters=weights + (rounded if tier == "host" else 0),
         gradients=gradients,
         master=sum(each.master_nbytes for each in groups) if has_states else 0,
         optimizer_states=sum(each.state_nbytes for each in groups) if has_states else 0,

@@ -51,7 +51,7 @@ class ActionBytes:
 def planned_memory(
     actions: Iterable[Action], state_nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns bytes by category at the largest peak of `actions`, and the maximum of each category.
+    """Returns bytes of the device by category at the largest peak of `actions`, and the maximum of each.
 
     `state_nbytes` is allocated all the time.
     """
@@ -64,7 +64,7 @@ def planned_memory(
         again = {hold.name for hold in action.allocations} & set(sizes)
         for kind, nbytes in (sizes.pop(name) for name in again):
             now[kind] -= nbytes
-        for hold in action.allocations:
+        for hold in (each for each in action.allocations if each.tier == "device"):
             sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
             now[sizes[hold.name][0]] += hold.nbytes
         most |= now
