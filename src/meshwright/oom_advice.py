@@ -30,6 +30,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
@@ -129,6 +130,7 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
         *_shrink_microbatch(plan),
         *_shards(plan, (3,)),
         *_recompute(plan),
+        *_offload(plan),
     ]
     tried = [(plan.mesh, plan.model_spec, each) for each in here]
     if can_shard_sequence(analyzed):
@@ -310,6 +312,12 @@ def _move_axis(old: Strategy, axis: str) -> Strategy:
         case DDP() if old.axis == axis:
             return replace(old, axis=CP_AXIS)
     return old
+
+
+def _offload(plan: Plan) -> Iterator[CandidateChange]:
+    """Keeps the optimizer states on the host, and steps them on the device."""
+    if not any(isinstance(strategy, Offload) for strategy in plan.strategies):
+        yield '[[strategies]] name = "offload"', (*plan.strategies, Offload()), plan.micro_batch
 
 
 def _recompute(plan: Plan) -> Iterator[CandidateChange]:

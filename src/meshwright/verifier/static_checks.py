@@ -10,7 +10,9 @@ order (message_checks.py), what pipeline ranks do not agree on (tied_grad_sums.p
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from meshwright.plan.hardware.memory_tiers import MemoryTiers
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan, RankPlan
@@ -53,7 +55,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_uses(rank_plan, role.actions),
             _check_whole_batch(rank_plan, role.actions),
             _check_batch_sums(rank_plan, role.actions),
-            _check_tier_copies(rank_plan, role.actions),
+            _check_tier_copies(plan.sharding.tiers, role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),
@@ -357,29 +359,40 @@ def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
             yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
 
 
-def _check_tier_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+def _check_tier_copies(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterator[str]:
     """Yields steps that do not wait for the copies of what they read, copies that do not wait for what they
     copy, and buffers that are filled again before they are copied out.
     """
-    tiers = plan.sharding.tiers
-    if tiers.optimizer_states == "device" or not plan.view.param_shardings:
+    if tiers.optimizer_states == "device":
         return
-    by_name, freed_by = {action.name: action for action in actions}, dict[str, str]()
+    by_kind: dict[str, list[Action]] = defaultdict(list)
     for action in actions:
-        needed = [Action("STEP", action.subject).name] if action.kind in _COPIES_OF_STEPPED else []
+        by_kind[action.kind].append(action)
+    freed_by: dict[str, str] = {}
+
+    def sharing(action: Action, kinds: Iterable[str]) -> list[str]:
+        others = (each for kind in kinds for each in by_kind[kind])
+        return [each.name for each in others if not set(action.tensors).isdisjoint(each.tensors)]
+
+    for action in actions:
+        needed: list[str] = []
         if action.kind == "STEP":
-            copies = (Action(kind, action.subject).name for kind in ("FETCH_STATES", "OFFLOAD_GRAD"))
-            needed = [name for name in copies if name in by_name]
-            back = [Action(kind, action.subject).name for kind in _COPIES_OF_STEPPED]
-            if not any(name in by_name for name in back) and (needed or tiers.step == "host"):
+            needed = sharing(action, ("FETCH_STATES", "OFFLOAD_GRAD"))
+            if not sharing(action, _COPIES_OF_STEPPED) and (needed or tiers.step == "host"):
                 yield f"{action.name} updates what no {' or '.join(_COPIES_OF_STEPPED)} copies to its tier"
-            if not needed and tiers.step == "host":
+            if not needed and tiers.step == "host" and tiers.gradients == "device":
                 yield f"{action.name} reads gradients on the host, and no OFFLOAD_GRAD copies them"
+        elif action.kind == "UNSHARD":
+            copy = replace(action, kind="FETCH_PARAM").name
+            if tiers.weights == "host" and copy not in action.waits:
+                yield f"{action.name} does not wait for {copy}"
+        elif action.kind in _COPIES_OF_STEPPED and not (tiers.weights == "host" and "," in action.subject):
+            needed = [Action("STEP", action.subject).name]
         elif action.kind == "OFFLOAD_GRAD":
-            summed = (each for each in actions if sums_grads(each) and each is not action)
-            needed += [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
+            summed = (each for each in actions if sums_grads(each))
+            needed = [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
         elif action.kind == "FETCH_STATES":
-            needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
+            needed = [freed_by[each.name] for each in action.allocations if each.name in freed_by]
         awaited = transitive_waits(actions, action) if needed else set[str]()
         yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
         freed_by |= dict.fromkeys(action.frees, action.name)

@@ -41,9 +41,8 @@ def analyzed_mixtral(num_experts: int = 5, choice: tuple[int, ...] = ()) -> mw.A
     return mw.analyze(partial(mixtral, num_experts, choice), batch_of(4))
 
 
-@cache
-def analyzed_gpt_oss() -> mw.AnalyzedModel:
-    """The analysis of a gpt-oss with 5 experts: with biases, and gates and ups in turn."""
+def gpt_oss() -> nn.Module:
+    """A gpt-oss with 5 experts: with biases, and gates and ups in turn."""
     config = transformers.GptOssConfig(
         **SIZES,
         head_dim=8,
@@ -51,7 +50,13 @@ def analyzed_gpt_oss() -> mw.AnalyzedModel:
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default"},
     )
-    return mw.analyze(partial(transformers.GptOssForCausalLM, config), batch_of(4))
+    return transformers.GptOssForCausalLM(config)
+
+
+@cache
+def analyzed_gpt_oss() -> mw.AnalyzedModel:
+    """The analysis of `gpt_oss`."""
+    return mw.analyze(gpt_oss, batch_of(4))
 
 
 @cache

@@ -57,6 +57,13 @@ def test_it_equals_one_device(name: str):
     assert_equals_one_device(*PLANS[name])
 
 
+def test_pipedream_equals_the_replay_of_its_weight_versions():
+    mesh, strategies = mw.Mesh(pp=2, ep=3), expert_strategies(mw.PipeDream())
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(clip=0), mesh, strategies, 1)
+    verdict = mw.verify(analyzed_mixtral(), plan, BATCHES)
+    assert verdict.passed, str(verdict)
+
+
 SHARED_PLANS = {
     "uneven": (mw.Mesh(ep=3), expert_strategies(), 2),
     "zero 3, recomputed": (
@@ -97,13 +104,6 @@ def sent_before_shared_backward(world: World) -> list[int]:
 
 def test_gradients_of_sums_are_sent_before_the_backward_of_shared_experts():
     assert run_on_threads(sent_before_shared_backward, mw.Mesh(ep=2)) == [[1], [1]]
-
-
-def test_pipedream_equals_the_replay_of_its_weight_versions():
-    mesh, strategies = mw.Mesh(pp=2, ep=3), expert_strategies(mw.PipeDream())
-    plan = mw.make_plan(analyzed_mixtral(), sgd_job(clip=0), mesh, strategies, 1)
-    verdict = mw.verify(analyzed_mixtral(), plan, BATCHES)
-    assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("choice", [(0, 1), (4, 0)], ids=str)

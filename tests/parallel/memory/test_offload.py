@@ -42,6 +42,13 @@ STORES = {
     "ddp": (BatchSplit(), DDP(bucket_mb=300 / 2**20)),
     **{f"zero {stage}": (BatchSplit(), ZeRO(axis="dp_replicate", stage=stage)) for stage in (1, 2, 3)},
 }
+STATES, GRADIENTS = "optimizer_states", "gradients"
+MODES = {
+    "device": Offload(),
+    "host": Offload(step_on="host"),
+    "gradients": Offload((STATES, GRADIENTS), "host"),
+    "everything": Offload((STATES, GRADIENTS, "weights"), "host"),
+}
 PRECISIONS = {
     "float64": PrecisionConfig("float64", "float64", "float64"),
     "masters": PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32"),
@@ -77,13 +84,15 @@ def trained(plan: Plan, steps: int = 3) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("step_on", ["device", "host"])
-def test_it_changes_no_bit(store: str, precision: str, step_on: str):
+@pytest.mark.parametrize("mode", MODES)
+def test_it_changes_no_bit(store: str, precision: str, mode: str):
     job = replace(tiny_job(), precision=PRECISIONS[precision], optimizer=ADAMW)
     if store == "ddp" and precision == "float32 gradients":
         pytest.skip("ddp keeps gradients in the dtype of the weights")
+    if (mode == "everything" and store != "zero 3") or (mode == "gradients" and store == "ddp"):
+        pytest.skip("there are no such shards")
     plain = plan_of(ANALYZED, 2, STORES[store], job=job, micro_batch=2)
-    plan = plan_of(ANALYZED, 2, (*STORES[store], Offload(step_on=step_on)), job=job, micro_batch=2)
+    plan = plan_of(ANALYZED, 2, (*STORES[store], MODES[mode]), job=job, micro_batch=2)
     assert static_checks(plan) == []
     found = trained(plan)
     assert [each["bits"] for each in found] == [each["bits"] for each in trained(plain)]
@@ -103,6 +112,10 @@ def test_it_changes_no_bit(store: str, precision: str, step_on: str):
 
 def without_waits(kind: str) -> Callable[[list[Action]], list[Action]]:
     return lambda actions: [replace(each, waits=()) if each.kind == kind else each for each in actions]
+
+
+def gathers_at_once(actions: list[Action]) -> list[Action]:
+    return [replace(each, waits=()) if each.kind == "UNSHARD" else each for each in actions]
 
 
 def without(kind: str) -> Callable[[list[Action]], list[Action]]:
@@ -138,6 +151,9 @@ def test_copies_that_come_too_early_or_never_are_found(
         ({"host_gb": 0}, {}, "host_gb = 0; needed is a number above 0"),
         ({"host_gb": 1e-6}, {}, r"needs 2.64 KiB of host memory, and host_gb = 1e-06 allows less"),
         ({"step_on": "disk"}, {}, "step_on"),
+        ({"what": ("gradients",), "step_on": "host"}, {}, "leaves out optimizer_states"),
+        ({"what": (STATES, GRADIENTS)}, {}, "the device steps, and gradients would be copied"),
+        ({"what": (STATES, "weights"), "step_on": "host"}, {}, "no strategy stores shards"),
         ({"step_on": "host", "prefetch": 2}, {}, "prefetch is for states that the device steps"),
         ({}, {"optimizer": OptimizerConfig("muon", momentum=0.9)}, "reads whole matrices"),
     ],
@@ -156,14 +172,27 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     ("strategies", "micro_batch", "text"),
     [
         ((BatchSplit(), DataParallelMaster()), 0, "one rank updates for all others"),
+        ((BatchSplit(), DDP()), 0, "reduced into shards, and no strategy does that"),
+        ((BatchSplit(), ZeRO("dp_replicate", 2, "dp_shard")), 0, "summed again afterwards along dp_shard"),
         ((PipeDream(),), 1, "the plan updates after every microbatch"),
     ],
 )
-def test_other_ways_to_update_are_refused(strategies: tuple[Strategy, ...], micro_batch: int, text: str):
+def test_other_ways_to_sum_and_to_update_are_refused(
+    strategies: tuple[Strategy, ...], micro_batch: int, text: str
+):
     mesh = Mesh(pp=2) if micro_batch else Mesh(dp_replicate=2)
+    if "dp_shard" in text:
+        mesh, strategies = Mesh(dp_replicate=2, dp_shard=2), (BatchSplit("dp_shard"), *strategies)
     job = tiny_job(optimizer=ADAMW, train=TrainConfig(batch=12, clip=0.0))
+    offload = MODES["gradients"] if "shard" in text else Offload()
     with pytest.raises(PlanError, match=text):
-        make_plan(ANALYZED, job, mesh, (*strategies, Offload()), micro_batch)
+        make_plan(ANALYZED, job, mesh, (*strategies, offload), micro_batch)
+
+
+def test_a_shard_is_gathered_after_it_was_fetched():
+    plan = plan_of(ANALYZED, 2, (*STORES["zero 3"], MODES["everything"]), job=tiny_job(optimizer=ADAMW))
+    problems = [fault.problem for fault in static_checks(edited(plan, gathers_at_once))]
+    assert "UNSHARD(embed, F, 0) does not wait for FETCH_PARAM(embed, F, 0)" in problems
 
 
 def test_an_optimizer_that_was_passed_is_refused():

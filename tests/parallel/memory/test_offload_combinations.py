@@ -32,9 +32,12 @@ from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expe
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
-FP16 = PrecisionConfig("float16", "float16", "float16", master="float32", loss_scale=2.0**40)
+FP16 = PrecisionConfig("float16", "float16", "float16", master="float32", loss_scale=2.0**22)
 SPLIT = BatchSplit("dp_replicate")
 HOST, DEVICE = Offload(step_on="host"), Offload(prefetch=2)
+GRADIENTS = Offload(("optimizer_states", "gradients"), "host")
+EVERYTHING = Offload(("optimizer_states", "gradients", "weights"), "host")
+MODES = {"host": HOST, "device": DEVICE, "gradients": GRADIENTS, "everything": EVERYTHING}
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "tp 2, zero 1": (
         Mesh(dp_replicate=2, tp=2),
@@ -47,7 +50,7 @@ CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     ),
     "cp 2, zero 3": (
         Mesh(dp_replicate=2, cp=2),
-        (SPLIT, RingAttention(), ZeRO("dp_replicate", 3, gather="step")),
+        (SPLIT, RingAttention(), ZeRO("dp_replicate", 3, gather="microbatch")),
     ),
     "hsdp": (
         Mesh(dp_replicate=2, dp_shard=3),
@@ -72,26 +75,32 @@ def ended(
     """The bits of what a rank holds after training, and of its losses."""
     with parallelize(analyzed, plan, world=world) as engine:
         metrics = [engine.step(engine.local_batch(batch)) for batch in data]
-        numbers = torch.tensor([(each.loss, each.grad_norm, each.is_skipped) for each in metrics])
+        numbers = torch.tensor([(each.loss, each.grad_norm) for each in metrics])
+        skipped = torch.tensor([each.is_skipped for each in metrics])
         saved = engine.executor.state_dict().items()
         held = {name: value.values if isinstance(value, TensorShard) else value for name, value in saved}
-        return bits({**held, "numbers": numbers})
+        return bits({**held, "numbers": numbers, "is skipped": skipped})
 
 
-@pytest.mark.parametrize("offload", [HOST, DEVICE], ids=["host", "device"])
-@pytest.mark.parametrize("case", CASES)
-def test_it_changes_no_bit(case: str, offload: Offload):
-    mesh, strategies = CASES[case]
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        *((case, mode) for case in CASES for mode in ("host", "device")),
+        ("tp 2, zero 1", "gradients"),
+        ("pp 2, zero 2", "gradients"),
+        ("cp 2, zero 3", "everything"),
+    ],
+)
+def test_it_changes_no_bit(case: str, mode: str):
+    (mesh, strategies), offload, tied = CASES[case], MODES[mode], mode in ("host", "device")
+    analyzed = analyzed_llama(tie_word_embeddings=tied)
     plain, plan = (
-        make_plan(analyzed_llama(tie_word_embeddings=True), job(), mesh, chosen, 2)
-        for chosen in (strategies, (*strategies, offload))
+        make_plan(analyzed, job(), mesh, chosen, 2) for chosen in (strategies, (*strategies, offload))
     )
     assert static_checks(plan) == []
     data = batches(3, 12)
     found, wanted = (
-        run_on_threads(
-            lambda world, each=each: ended(world, analyzed_llama(tie_word_embeddings=True), each, data), mesh
-        )
+        run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
         for each in (plan, plain)
     )
     assert found == wanted
@@ -113,20 +122,22 @@ def test_experts_are_offloaded(offload: Offload):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("offload", [HOST, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("offload", [HOST, DEVICE, GRADIENTS], ids=["host", "device", "gradients"])
 def test_a_skipped_step_changes_nothing(offload: Offload):
     """The loss scale is far too large, so the first steps overflow."""
     results = []
     strategies = (SPLIT, ZeRO("dp_replicate", 2))
     for chosen in (strategies, (*strategies, offload)):
         plan = make_plan(analyzed_llama(), job(FP16), Mesh(dp_replicate=2), chosen, 2)
-        data = batches(4, 12)
+        data = batches(5, 12)
         results.append(
             run_on_threads(
                 lambda world, plan=plan, data=data: ended(world, analyzed_llama(), plan, data), plan.mesh
             )
         )
     assert results[0] == results[1]
+    skipped = {rank_bits["is skipped"] for rank_bits in results[0]}
+    assert skipped == {bits({"": torch.tensor([True, True, True, False, False])})[""]}
 
 
 def on_process(world: World, offload: Offload) -> object:
@@ -139,7 +150,7 @@ def on_process(world: World, offload: Offload) -> object:
     return wanted == found
 
 
-@pytest.mark.parametrize("offload", [HOST, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("offload", [DEVICE, EVERYTHING], ids=["device", "everything"])
 def test_it_changes_no_bit_on_processes(process_pool: ProcessPool, offload: Offload):
     assert process_pool.run(on_process, Mesh(dp_replicate=3), offload) == [True] * 3
 

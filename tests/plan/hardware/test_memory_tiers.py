@@ -9,10 +9,14 @@ from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS, ON_DEVICE, Memor
 def test_everything_rests_and_is_stepped_on_the_device_by_default():
     assert get_args(MemoryTier) == MEMORY_TIERS
     assert set(astuple(ON_DEVICE)) == {"device"}
-    assert not ON_DEVICE.steps_copies
+    assert not ON_DEVICE.host_steps_copy(is_stored_sharded=True)
 
 
 def test_the_host_steps_copies_of_weights_that_stay_on_the_device():
-    assert MemoryTiers(optimizer_states="host", step="host").steps_copies
-    assert not MemoryTiers(optimizer_states="host", weights="host", step="host").steps_copies
-    assert not MemoryTiers(optimizer_states="host").steps_copies
+    weights_stay, all_leave = (
+        MemoryTiers(optimizer_states="host", weights=tier, step="host") for tier in ("device", "host")
+    )
+    assert weights_stay.host_steps_copy(is_stored_sharded=True)
+    assert not all_leave.host_steps_copy(is_stored_sharded=True)
+    assert all_leave.host_steps_copy(is_stored_sharded=False)
+    assert not MemoryTiers(optimizer_states="host").host_steps_copy(is_stored_sharded=False)

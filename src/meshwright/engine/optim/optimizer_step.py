@@ -77,9 +77,10 @@ class OptimizerUpdate:
             if self._norm_needs_collective
             else total_norm(list(self._gradients(parameters)))
         )
+        self._state.step.scaled_norm = norm.to(self._state.world.device)
+        self._state.step.loss_scale = self.loss_scale_value
         if self._state.plan.sharding.tiers.step == "host":
             norm = norm.cpu()
-        self._state.step.scaled_norm, self._state.step.loss_scale = norm, self.loss_scale_value
         # to read a number of a GPU is to wait for the GPU
         reads = norm.is_cpu or self.loss_scale is not None
         (self._clip_read if reads else self._clip_unread)(parameters, norm, self._state.plan.job.train.clip)

@@ -213,7 +213,11 @@ def load_optimizer_state(
         if name in optimizer_params
         or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
     ]
-    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(local_value, load_entry))
+    rests_on_host = state.plan.sharding.tiers.optimizer_states == "host"
+    device = torch.device("cpu") if rests_on_host else None
+    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(local_value, load_entry), device)
+    if rests_on_host:
+        state.offloaded.adopt_states()
 
 
 def _state_shard(
@@ -292,8 +296,9 @@ def load_local_optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
     state_dict: Mapping[str, torch.Tensor],
+    rests_on: torch.device | None = None,
 ) -> None:
-    """Replaces the optimizers' state by copies of `state_dict`, on each parameter's device.
+    """Replaces the optimizers' state by copies of `state_dict`, on `rests_on`, or each parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
@@ -323,6 +328,7 @@ def load_local_optimizer_state(
         # torch keeps step counters on the CPU, unless a kernel reads them
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         device = parameters[name].device if tensor.ndim or on_device else torch.device("cpu")
+        device = rests_on or device
         optimizer.state[parameters[name]][key] = tensor.item() if kind else tensor.to(device, copy=True)
 
 

@@ -29,7 +29,8 @@ from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 class FlatParam:
     """Flat tensors of one parameter group.
 
-    `full_tensor` has spec.numel elements, the others spec.shard_numel.
+    `full_tensor` has spec.numel elements, the others spec.shard_numel. `shard_is_remote`: the shard rests on
+    the host, and its range of the full tensor is filled before an all-gather.
     Without a `master` the optimizer steps the shard itself. `optimizer_params` are, by weight, views of the
     stepped tensor, or tensors without memory while a master that the device steps rests on the host.
     """
@@ -41,6 +42,7 @@ class FlatParam:
     views: dict[str, torch.Tensor]
     block_calls: tuple[str, ...]
     is_sharded: bool = False
+    shard_is_remote: bool = False
     master: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     host_gradient: torch.Tensor | None = None
@@ -79,6 +81,19 @@ class FlatParam:
     def master_nbytes(self) -> int:
         """The bytes of the master; 0 without one."""
         return 0 if self.master is None else self.master.nbytes
+
+    @property
+    def gather_input(self) -> torch.Tensor:
+        """What this rank puts into the all-gather: the shard, or its range of the full tensor, into which a
+        shard that rests in another tier is fetched first.
+        """
+        return self.full_tensor[self.shard_slice] if self.shard_is_remote else self.shard
+
+    def fetch(self) -> torch.Tensor:
+        """Copies a shard that rests in another tier into the full tensor; returns `gather_input`."""
+        if self.shard_is_remote:
+            self.gather_input.copy_(self.shard)
+        return self.gather_input
 
     @property
     def host_gradient_nbytes(self) -> int:

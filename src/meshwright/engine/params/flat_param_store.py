@@ -49,7 +49,9 @@ class FlatParamStore:
         # the norm's, of this rank's shards or of all
         self.grad_sqnorm = torch.zeros(1, dtype=torch.float64, device=state.world.device)
         allocations = {
-            action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
+            action.tensors[0]: action.allocations
+            for action in plan.actions
+            if action.kind in ("UNSHARD", "FETCH_PARAM") and action.allocations
         }
         self._param_shardings = {
             param_sharding.param.name: param_sharding for param_sharding in plan.view.param_shardings
@@ -85,10 +87,7 @@ class FlatParamStore:
         self._packed_buffers: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
     def optimizer_params(self) -> dict[str, nn.Parameter]:
-        """Returns the optimizer's parameters on this rank, by logical name.
-
-        Shards and unsharded parameters.
-        """
+        """Returns the optimizer's parameters on this rank, shards and whole ones, by logical name."""
         found, unflattened = {}, self.master_weights.optimizer_params | self.matrix_owners.optimizer_params
         for name in self._state.trained_module.trainable_parameters:
             if name in unflattened:
@@ -189,13 +188,13 @@ class FlatParamStore:
         flat_param, transfer = self._by_name[action.tensors[0]], action.transfer
         match "" if transfer is None else transfer.collective:
             case "all_gather":
-                return Operand(flat_param.shard, flat_param.full_tensor)
+                return Operand(flat_param.gather_input, flat_param.full_tensor)
             case "reduce_scatter":
                 flat = self._packed_buffer(action)
                 direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
-                return Operand(flat, self._gradient(flat_param) if direct else flat[flat_param.shard_slice])
+                return Operand(flat, self.gradient(flat_param) if direct else flat[flat_param.shard_slice])
             case _:
-                return Operand.in_place(self._gradient(flat_param))
+                return Operand.in_place(self.gradient(flat_param))
 
     def views_by_param(self, name: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the places of the parameters of the group of `name` in `flat`.
@@ -213,19 +212,19 @@ class FlatParamStore:
     def accumulate(self, action: Action) -> None:
         """Adds the reduced shard of one microbatch to the sum of those before it."""
         flat_param = self._by_name[action.tensors[0]]
-        local_grads = self._packed_buffer(action)[flat_param.shard_slice]
-        gradient = self._gradient(flat_param)
+        local_grads, gradient = self.packed_shard(action), self.gradient(flat_param)
         # the first is there when it takes room
         gradient.copy_(local_grads) if action.allocations else gradient.add_(local_grads)
+
+    def packed_shard(self, action: Action) -> torch.Tensor:
+        """Returns this rank's shard of the gradients that the PACK of `action`'s group has packed."""
+        return self._packed_buffer(action)[self._by_name[action.tensors[0]].shard_slice]
 
     def _packed_buffer(self, action: Action) -> torch.Tensor:
         return self._packed_buffers[replace(action, kind="PACK").name]
 
     def compute_sqnorm(self) -> None:
-        """Computes the squared norm of the gradients that this rank is the first to hold.
-
-        GLOBAL_NORM sums it.
-        """
+        """Computes the squared norm of the gradients that this rank is the first to hold."""
         local_grads = [
             part
             for flat_param in self.by_param_group.values()
@@ -239,7 +238,7 @@ class FlatParamStore:
         )
         local_grads += [parameter.grad for parameter in full_tensor if parameter.grad is not None]
         self.grad_sqnorm = (
-            total_norm(local_grads).double().square().view(1)
+            total_norm(local_grads).double().square().view(1).to(self.grad_sqnorm.device)
             if local_grads
             else torch.zeros_like(self.grad_sqnorm)
         )
@@ -265,7 +264,7 @@ class FlatParamStore:
         """
         for flat_param in self.by_param_group.values():
             if not flat_param.is_sharded or ROOT in flat_param.block_calls:
-                flat_param.group.all_gather(flat_param.full_tensor, flat_param.shard, action=action).wait()
+                flat_param.group.all_gather(flat_param.full_tensor, flat_param.fetch(), action=action).wait()
 
     def unshard_block(self, block: str, action: str) -> None:
         """Gathers the parameters that a call of `block` uses, without the root's; all ranks call it."""
@@ -275,7 +274,7 @@ class FlatParamStore:
                 and ROOT not in flat_param.block_calls
                 and any(block_of(block_call) == block for block_call in flat_param.block_calls)
             ):
-                flat_param.group.all_gather(flat_param.full_tensor, flat_param.shard, action=action).wait()
+                flat_param.group.all_gather(flat_param.full_tensor, flat_param.fetch(), action=action).wait()
 
     def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every logical parameter with its present value, one group at a time; all ranks call it.
@@ -287,7 +286,7 @@ class FlatParamStore:
             if name not in self._by_name:
                 value = (
                     self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
-                )
+                ).to(parameter.device)
                 yield name, self.param_slices.gather_full(name, value, action)
         for flat_param in self.by_param_group.values():
             yield from self._gather_params(
@@ -334,10 +333,9 @@ class FlatParamStore:
     def _make_sharded(self, spec: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
         dtype = self._state.trained_module.parameters[spec.params[0][0]].dtype
         flat_param = self._make_flat_param(spec, self.buffer(buffer, nbytes, dtype)[: spec.numel])
-        flat_param.shard, flat_param.is_sharded = (
-            self._example_param.new_zeros(spec.shard_numel, dtype=dtype),
-            True,
-        )
+        is_on_host = self._tiers.weights == "host"
+        flat_param.shard = self._empty(spec.shard_numel, dtype, is_on_host=is_on_host).zero_()
+        flat_param.is_sharded, flat_param.shard_is_remote = True, is_on_host
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
             for param_shard in flat_param.param_shards:
@@ -370,27 +368,25 @@ class FlatParamStore:
     def _add_master(self, flat_param: FlatParam) -> FlatParam:
         first = flat_param.spec.params[0][0]
         rounds, numel = self._master_dtype != self._dtype, flat_param.spec.shard_numel
+        copies = self._tiers.host_steps_copy(is_stored_sharded=flat_param.is_sharded)
         if (
-            (rounds or self._tiers.steps_copies)
+            (rounds or copies)
             and self._param_shardings[first].param.trainable
             and first not in self.matrix_owners.param_names
         ):
             is_on_host = self._tiers.optimizer_states == "host"
-            flat_param.master = self._zeros(numel, self._master_dtype, flat_param, is_on_host=is_on_host)
-            if self._tiers.steps_copies:
+            flat_param.master = self._empty(numel, self._master_dtype, is_on_host=is_on_host).zero_()
+            if copies:
                 flat_param.host_weights = (
-                    self._zeros(numel, self._dtype, flat_param, is_on_host=True)
-                    if rounds
-                    else flat_param.master
+                    self._empty(numel, self._dtype, is_on_host=True).zero_() if rounds else flat_param.master
                 )
         return flat_param
 
-    def _zeros(
-        self, numel: int, dtype: torch.dtype, flat_param: FlatParam, *, is_on_host: bool
-    ) -> torch.Tensor:
+    def _empty(self, numel: int, dtype: torch.dtype, *, is_on_host: bool) -> torch.Tensor:
+        like = self._example_param.detach()
         if is_on_host:
-            return self._state.host_memory.empty((numel,), dtype, flat_param.shard).zero_()
-        return flat_param.shard.new_zeros(numel, dtype=dtype)
+            return self._state.host_memory.empty((numel,), dtype, like)
+        return like.new_empty(numel, dtype=dtype)
 
     def _optimizer_shape(self, param_shard: ParamShard) -> tuple[int, ...]:
         param_sharding = self._param_shardings[param_shard.name]
@@ -398,16 +394,18 @@ class FlatParamStore:
             param_sharding.param.shape if param_sharding.shard_alignment == "matrix" else (param_shard.numel,)
         )
 
-    def _gradient(self, flat_param: FlatParam) -> torch.Tensor:
+    def gradient(self, flat_param: FlatParam) -> torch.Tensor:
+        """Returns the summed gradient of `flat_param`, which its first use makes."""
         gradient = flat_param.gradient
         if gradient is None:
-            gradient = flat_param.shard.new_empty(flat_param.spec.shard_numel, dtype=self._grad_dtype)
+            numel, is_on_host = flat_param.spec.shard_numel, self._tiers.gradients == "host"
+            gradient = self._empty(numel, self._grad_dtype, is_on_host=is_on_host)
             self._set_gradient(flat_param, gradient)
         return gradient
 
     def _set_gradient(self, flat_param: FlatParam, gradient: torch.Tensor) -> None:
         flat_param.gradient = gradient
-        if not self._tiers.steps_copies:
+        if self._tiers.gradients == self._tiers.step:  # else the optimizer reads a copy
             flat_param.assign_grads(gradient)
 
     def buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -428,8 +426,9 @@ class FlatParamStore:
         flat_params = self.by_param_group.values()
         sizes = {name: buffer.nbytes for name, buffer in self._buffers.items()}
         gradient_nbytes = sum(
-            0 if each.gradient is None or self._grads_in_place else each.gradient.nbytes
+            each.gradient.nbytes
             for each in flat_params
+            if each.gradient is not None and not self._grads_in_place and self._tiers.gradients == "device"
         )
         in_place_nbytes = sum(
             sizes.pop(name)
@@ -438,7 +437,9 @@ class FlatParamStore:
         )
         return {
             "parameters": sum(
-                (each.shard if each.is_sharded else each.full_tensor).nbytes for each in flat_params
+                (each.shard if each.is_sharded else each.full_tensor).nbytes
+                for each in flat_params
+                if not each.shard_is_remote
             ),
             "master": sum(each.master_nbytes for each in flat_params)
             + self.master_weights.nbytes

@@ -56,12 +56,12 @@ class MasterWeights:
         self._state, tiers = state, plan.sharding.tiers
         self.alias_params: dict[str, nn.Parameter] = {}  # in the same memory as the weight
         rounds = precision.master != precision.parameters
-        if (rounds or tiers.steps_copies) and plan.is_primary_rank(state.world.rank):
+        if (rounds or tiers.step == "host") and plan.is_primary_rank(state.world.rank):
             dtype = getattr(torch, precision.master)
             for name, weight in self._weights.items():
                 value = subject.initial_values[name] if name in subject.initial_values else weight.detach()
                 self._make_master(name, value, dtype, tiers)
-                if tiers.steps_copies:
+                if tiers.step == "host":
                     self._host_weights[name] = self._values[name]
                     if rounds:
                         self._host_weights[name] = state.host_memory.empty(weight.shape, weight.dtype, weight)

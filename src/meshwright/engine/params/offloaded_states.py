@@ -5,6 +5,8 @@
                        OFFLOAD_STATES   back, after STEP
     the host steps     OFFLOAD_GRAD     summed gradients of a group -> the host, for the optimizer
                        FETCH_PARAM      the stepped weights -> the device
+    gradients rest     ACCUMULATE       a reduced shard of each microbatch -> the host, which adds them
+    weights rest       FETCH_PARAM      a shard, before each use -> its range of the full tensor
 
 Between steps the optimizer's own `state` holds the tensors that rest on the host, so that checkpoints read
 and write them as they are. The first step finds no states: FETCH_STATES copies the masters alone, and
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
@@ -32,6 +35,22 @@ class _Resting:
     assign: Callable[..., None]
 
 
+class _StagedSum(Work):
+    """A shard on its way to the host, where whoever waits first adds it to the sum."""
+
+    def __init__(self, copy: Work, add: Callable[[], object]) -> None:
+        self._copy, self._add, self._is_added = copy, add, False
+
+    def wait(self) -> None:
+        if not self._is_added:
+            self._copy.wait()
+            self._add()
+            self._is_added = True
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._copy.add_done_callback(callback)
+
+
 class OffloadedStates:
     """Copies the model states of one rank between host and device."""
 
@@ -42,6 +61,9 @@ class OffloadedStates:
         self._first_fetch = next(
             (each.name for each in state.plan.actions if each.kind == "FETCH_STATES"), ""
         )
+        # shards that are to be added on the host, by parameter group, and where they lie until then
+        self._sums: dict[str, _StagedSum] = {}
+        self._staging: dict[str, torch.Tensor] = {}
         self.handlers: dict[str, Handler] = {
             "FETCH_STATES": self.fetch_states,
             "OFFLOAD_STATES": self.offload_states,
@@ -96,15 +118,56 @@ class OffloadedStates:
         self._state.issue(action, host_memory.start_copies(action, pairs))
 
     @torch.no_grad()
-    def fetch_params(self, action: Action) -> None:
-        """Starts to copy the weights of a group, which the host has stepped, to the device."""
-        store = self._state.flat_params
+    def accumulate(self, action: Action) -> None:
+        """Copies a reduced shard out of its buffer: it is the sum, or is cast or added to it on the host."""
+        store, host_memory = self._state.flat_params, self._state.host_memory
         flat_param = store.flat_param_of(action.tensors[0])
         if flat_param is None:
+            raise ValueError(f"{action.name} copies a reduced shard, and {action.tensors[0]} is not flat")
+        if action.subject in self._sums:
+            self._sums.pop(action.subject).wait()
+        local_grads, total = store.packed_shard(action), store.gradient(flat_param)
+        staged = [each for each in action.allocations if each.name.startswith("staging")]
+        if not staged:
+            self._state.issue(action, host_memory.start_copies(action, [(total, local_grads)]))
+            return
+        if staged[0].name not in self._staging:
+            self._staging[staged[0].name] = host_memory.empty((staged[0].nbytes,), torch.uint8, total)
+        place = self._staging[staged[0].name][: local_grads.nbytes].view(local_grads.dtype)
+        add = total.copy_ if len(action.allocations) > len(staged) else total.add_
+        work = _StagedSum(host_memory.start_copies(action, [(place, local_grads)]), partial(add, place))
+        if local_grads.is_cpu:  # the copy has ended
+            work.wait()
+        self._sums[action.subject] = work
+        self._state.issue(action, work)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the staging buffers on the host."""
+        return sum(each.nbytes for each in self._staging.values())
+
+    @torch.no_grad()
+    def fetch_params(self, action: Action) -> None:
+        """Starts to copy weights of a group to the device: the shard that rests on the host into the full
+        tensor, or what the host has stepped.
+        """
+        store = self._state.flat_params
+        flat_param = store.flat_param_of(action.tensors[0])
+        if flat_param is not None and flat_param.shard_is_remote:
+            pairs = [(flat_param.gather_input, flat_param.shard)]
+        elif flat_param is None:
             pairs = store.master_weights.weights_to_device(action.tensors)
         else:
             pairs = [] if flat_param.host_weights is None else [(flat_param.shard, flat_param.host_weights)]
         self._state.issue(action, self._state.host_memory.start_copies(action, pairs))
+
+    def adopt_states(self) -> None:
+        """Moves optimizer states that were loaded from a checkpoint into memory that is fast to copy."""
+        for optimizer in self._state.optimizers:
+            for states in optimizer.state.values():
+                for key, value in states.items():
+                    if isinstance(value, torch.Tensor):
+                        states[key] = self._state.host_memory.adopt(value)
 
     def _settle(self) -> None:
         """Puts back what a step that failed has fetched."""

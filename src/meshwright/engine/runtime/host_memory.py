@@ -58,6 +58,10 @@ class HostMemory:
                 logger.warning("host memory cannot be pinned, so copies block the host: %s", error)
         return like.new_empty(tuple(shape), dtype=dtype, device="cpu")
 
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the host in memory that is fast to copy: itself, if nothing is pinned."""
+        return self.empty(tensor.shape, tensor.dtype, tensor).copy_(tensor) if self._pins else tensor
+
     def start_copies(self, action: Action, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         """Copies (target, source) pairs for `action`, on its stream, after the kernels launched so far.
 

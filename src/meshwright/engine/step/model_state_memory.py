@@ -24,12 +24,16 @@ def memory_by_category(state: RankState, tier: MemoryTier = "device") -> dict[st
     update_nbytes = state.update.nbytes if tiers.step == tier else 0
     if tier == "host":
         each_flat, masters = flat_params.by_param_group.values(), flat_params.master_weights
+        remote = sum(each.shard.nbytes for each in each_flat if each.shard_is_remote)
+        grads = [each.gradient for each in each_flat if tiers.gradients == "host"]
         return {
-            "parameters": sum(each.rounded_nbytes for each in each_flat) + masters.rounded_nbytes,
-            "gradients": sum(each.host_gradient_nbytes for each in each_flat) + masters.host_gradient_nbytes,
+            "parameters": sum(each.rounded_nbytes for each in each_flat) + masters.rounded_nbytes + remote,
+            "gradients": sum(each.host_gradient_nbytes for each in each_flat)
+            + masters.host_gradient_nbytes
+            + sum(grad.nbytes for grad in grads if grad is not None),
             "master": sharded["master"],
             "optimizer_states": state_nbytes,
-            "buckets": update_nbytes,
+            "buckets": update_nbytes + state.offloaded.nbytes,
         }
     buckets = state.buckets.values()
     in_bucket = {

@@ -45,6 +45,7 @@ from typing import ClassVar
 
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
@@ -299,6 +300,10 @@ class ZeRO(Strategy):
             release = Action(
                 "RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,)
             )
+            if view.plan.tiers.weights == "host":
+                copy = _fetch_shard(fetch)
+                before.setdefault(at[window.fetch_use], []).append(copy)
+                fetch = with_waits(replace(fetch, allocations=()), (copy.name,))
             before.setdefault(at[window.fetch_use], []).append(fetch)
             if ROOT in param_group.block_calls:
                 before[at[window.fetch_use]].append(_wait_action(fetch))
@@ -346,6 +351,18 @@ def _call_indices(param_group: ParamGroup, view: RankView) -> list[int]:
 
 def _gather_suffix(use: Action, param_group: ParamGroup) -> str:
     return f", {use.kind}" + ("" if param_group.block_calls == (use.subject,) else f" of {use.subject}")
+
+
+def _fetch_shard(unshard: Action) -> Action:
+    """Returns the copy of a shard that rests on the host into its place in the buffer of `unshard`."""
+    transfer = unshard.transfer
+    nbytes, dtype = (0, "") if transfer is None else (transfer.nbytes, transfer.dtype)
+    return replace(
+        unshard,
+        kind="FETCH_PARAM",
+        stream="copy_in",
+        transfer=Transfer(COPY, (), nbytes, dtype=dtype),
+    )
 
 
 def _wait_action(fetch: Action) -> Action:

@@ -4,6 +4,6 @@ activation_checkpointing    blocks save only their inputs and recompute the rest
 chunked_loss                LM head and loss run on one chunk of tokens at a time
 gist                        results of ReLU and max pooling rest as bits and nonzero values
 gist_encodings              these encodings, while a block runs
-offload                     optimizer states rest in host memory; the device or the host steps them
+offload                     model states rest in host memory; the device or the host steps them
 tiled_mlp                   MLPs run on one tile of tokens at a time
 """

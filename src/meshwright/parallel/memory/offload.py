@@ -1,4 +1,4 @@
-"""Offload: optimizer states rest in host memory, and come to the device, or the host steps them itself.
+"""Offload: optimizer states, gradients and weights rest in host memory; the device or the host steps them.
 
 Why it works: the optimizer states are the largest part of what a rank holds (12 of 16 bytes per element in
 mixed precision), and a step reads and writes each of them once, in a known order, at its end. So they can
@@ -7,45 +7,56 @@ the device while its neighbours are stepped, or the CPU steps them where they re
 weights are copied. The arithmetic is that of the plan without offload: where the same kernels step, every bit
 is equal.
 
+    what                                    step_on     rests on the host
+    ["optimizer_states"]                    "device"    optimizer states, masters
+    ["optimizer_states"]                    "host"      the same (ZeRO-Offload)
+    ["optimizer_states", "gradients"]       "host"      and the shards of summed gradients: zero
+    [..., "gradients", "weights"]           "host"      and the shards of weights: zero, stage 3
+
     step_on = "device", prefetch = 1: groups 0, 1, 2, three buffers
-    copy_in    FETCH_STATES(0)  FETCH_STATES(1)  FETCH_STATES(2)
-    compute    LOCAL_NORM CLIP   STEP(0)          STEP(1)           STEP(2)
-    copy_out                      OFFLOAD_STATES(0) OFFLOAD_STATES(1) OFFLOAD_STATES(2)
+    copy_in    FETCH_STATES(0)  FETCH_STATES(1)    FETCH_STATES(2)
+    compute    LOCAL_NORM CLIP  STEP(0)            STEP(1)            STEP(2)
+    copy_out                    OFFLOAD_STATES(0)  OFFLOAD_STATES(1)  OFFLOAD_STATES(2)
 
     step_on = "host"
     copy_out   OFFLOAD_GRAD(0)  OFFLOAD_GRAD(1)
-    host                   CLIP  STEP(0)         STEP(1)
-    copy_in                               FETCH_PARAM(0)  FETCH_PARAM(1)
+    host                        CLIP  STEP(0)          STEP(1)
+    copy_in                                            FETCH_PARAM(0)   FETCH_PARAM(1)
 
     FETCH_STATES     copies optimizer states and masters of a group into a buffer on the device
     OFFLOAD_STATES   copies them back after STEP, and frees the buffer
     OFFLOAD_GRAD     copies the summed gradients of a group to the host
-    FETCH_PARAM      copies the stepped weights of a group to the device
+    FETCH_PARAM      copies weights to the device: what the host has stepped, or a shard before its all-gather
 
-    copies of a rank per step, N elements stepped, bf16 weights and gradients, fp32 masters and Adam states:
+    copies of a rank per step, N elements stepped, bf16 weights and gradients, fp32 masters and Adam states,
+    m microbatches, u uses of a gathered group:
         device step  12 N in, 12 N out        host step  2 N out, 2 N in
-    device memory saved: 12 N, less prefetch + 2 buffers of the largest group for the device step
-    host memory: 12 N; for the host step also 2 N (gradients), 2 N (rounded weights), and a cast buffer
+        gradients    2 m N out                weights    2 u N in, in place of the 2 N of the host step
+    device memory saved: 12 N, less prefetch + 2 buffers of the largest group for the device step; 2 N each
+    for gradients and weights. Host memory: 12 N; for the host step also 2 N of gradients and 2 N of weights,
+    and a buffer for the cast of one group
 
-`host_gb` bounds the host memory of each rank: a plan that needs more is refused before anything starts. In
-the first step of a run there are no optimizer states yet, so the device step copies the masters alone.
+With `gradients`, a reduced shard is copied out of the reduction's buffer as soon as it is complete, beside
+the rest of the backward, and ACCUMULATE adds microbatches on the host. `host_gb` bounds the host memory of
+each rank: a plan that needs more is refused before anything starts. The first step of a run finds no
+optimizer states, so the device step copies the masters alone.
 Cost: the device step takes as long as the copies, if they are slower than what they overlap with; the host
-step takes what a CPU needs for Adam (torch's fused kernel, about 16 N + 12 N bytes of host memory traffic).
-Limits: an optimizer that reads whole matrices (Muon, Adafactor) is refused, and one that the caller makes; so
-are updates within a step (PipeDream) and data_parallel_master. Gradients and weights stay on the device
-between their uses.
+step takes what a CPU needs for Adam (torch's fused kernel), bound by its memory.
+Limits: refused are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
+updates within a step (PipeDream) and data_parallel_master; gradients with replicas (replicate_axis) or
+parameters that several pipeline ranks use, because they are summed once more on the device.
 Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the host step); Rajbhandari et al.
 2021, "ZeRO-Infinity", arXiv 2104.07857 (section 5: streamed states).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier, MemoryTiers
 from meshwright.plan.hardware.streams import COPY, StreamName
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
-from meshwright.plan.job.field_constraints import above, at_least
+from meshwright.plan.job.field_constraints import above, at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -55,25 +66,35 @@ from meshwright.plan.step.program import Action, Allocation, Program, Transfer, 
 from meshwright.plan.step.single_device_program import step_by_group, stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
+OffloadedKind = Literal["optimizer_states", "gradients", "weights"]
 HOST_GB_FIX = "write the GB of host memory that each rank may use, or remove host_gb"
 
 
 @dataclass(frozen=True)
 class Offload(Strategy):
-    """Keeps optimizer states and masters in host memory; the device steps them in turn, or the host does.
+    """Keeps `what` in host memory; the device steps it group by group, or the host does.
 
-    `step_on` says who steps. The device fetches the states of `prefetch` groups ahead. Each rank may use
-    `host_gb` GB (2^30 bytes) of host memory; None: no bound.
+    `step_on` says who steps: "device" or "host". The device fetches the states of `prefetch` groups ahead.
+    Each rank may use `host_gb` GB (2^30 bytes) of host memory; None: no bound.
     """
 
     name: ClassVar[str] = "offload"
     phase: ClassVar[StrategyPhase] = "comm"
+    what: tuple[OffloadedKind, ...] = field(
+        default=("optimizer_states",), metadata=one_of(*get_args(OffloadedKind))
+    )
     step_on: MemoryTier = "device"
     prefetch: int = field(default=1, metadata=at_least(0))
     host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.offload"
+        if "optimizer_states" not in self.what:
+            text = f"what = {list(self.what)} leaves out optimizer_states, the largest part"
+            yield Diagnostic(text, 'add "optimizer_states" to what', f"{where}.what")
+        if len(self.what) > 1 and self.step_on == "device":
+            text = f"the device steps, and {' and '.join(self.what[1:])} would be copied out and in again"
+            yield Diagnostic(text, 'set step_on = "host", or what = ["optimizer_states"]', where)
         if self.step_on == "host" and self.prefetch != 1:
             text = "prefetch is for states that the device steps, and the host steps them"
             yield Diagnostic(text, 'remove prefetch, or set step_on = "device"', where)
@@ -84,12 +105,35 @@ class Offload(Strategy):
             yield Diagnostic(text, fix, where)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        where = "strategies.offload.what"
+        trained = [each for each in sharding.param_shardings if each.param.trainable]
+        in_shards = [each for each in trained if each.flat_shard_axes]
+        summed_twice = [
+            axis
+            for each in in_shards
+            for axis, collective in each.grad_reductions().items()
+            if collective == "all_reduce" and sharding.mesh.size(axis) > 1
+        ]
+        if "gradients" in self.what and not in_shards:
+            text = "gradients leave the device when they are reduced into shards, and no strategy does that"
+            yield Diagnostic(text, "use zero with stage = 2 or 3, or remove gradients from what", where)
+        elif "gradients" in self.what and summed_twice:
+            text = "gradients leave the device when they are reduced, and some are summed again afterwards "
+            text += f"along {summed_twice[0]} (replicas, or parameters that several pipeline ranks use)"
+            yield Diagnostic(text, "remove gradients from what", where)
+        if "weights" in self.what and not any(each.is_stored_sharded for each in trained):
+            text = "weights are gathered from shards on the host, and no strategy stores shards"
+            yield Diagnostic(text, "use zero with stage = 3, or remove weights from what", where)
         if sharding.primary_rank_axes:
             text = "one rank updates for all others (data_parallel_master), and its states are not offloaded"
             yield Diagnostic(text, "use ddp or zero in place of data_parallel_master", "strategies.offload")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        return replace(sharding, tiers=MemoryTiers(optimizer_states="host", step=self.step_on))
+        states, gradients, weights = (self._tier_of(each) for each in get_args(OffloadedKind))
+        return replace(sharding, tiers=MemoryTiers(states, gradients, weights, self.step_on))
+
+    def _tier_of(self, kind: OffloadedKind) -> MemoryTier:
+        return "host" if kind in self.what else "device"
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         states = {each.name: each for each in group_states(job, view)}
@@ -100,7 +144,13 @@ class Offload(Strategy):
 
     def _check_host_memory(self, program: Program, states: Mapping[str, GroupStates], job: Job) -> None:
         """Raises PlanError if the rank needs more host memory than it may use."""
-        needed = sum(each.master_nbytes + each.state_nbytes + each.rounded_nbytes for each in states.values())
+        needed = sum(
+            each.master_nbytes
+            + each.state_nbytes
+            + each.rounded_nbytes
+            + (each.weight_nbytes if each.weight_tier == "host" else 0)
+            for each in states.values()
+        )
         buffers = {
             each.name: each.nbytes
             for role in program.roles
@@ -117,7 +167,9 @@ class Offload(Strategy):
             raise PlanError(text, fix=fix, location="strategies.offload.host_gb")
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return runtime.state.offloaded.handlers
+        offloaded = runtime.state.offloaded
+        adds = {"ACCUMULATE": offloaded.accumulate} if "gradients" in self.what else {}
+        return offloaded.handlers | adds
 
 
 def _copy(
@@ -180,25 +232,29 @@ def _step_on_host(
     """Returns `actions` with gradients copied to the host before they are read, and weights back after."""
     _refuse_updates_within(actions)
     actions, first = step_by_group(actions, view), first_grad_reader(actions)
-    waits, grads, found = actions[first].waits, list[Action](), list[Action]()
-    for step in (action for action in actions if action.kind == "STEP"):
+    waits, grads, found = actions[first].waits, dict[str, Action](), list[Action]()
+    left = (
+        set(view.flat_param_specs) if "gradients" in strategy.what else set[str]()
+    )  # when they were reduced
+    for step in (action for action in actions if action.kind == "STEP" and action.subject not in left):
         nbytes = states[step.subject].grad_nbytes
         host = Allocation(f"host gradient({step.subject})", nbytes, tier="host")
-        grads.append(_copy("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,)))
-    names = [grad.name for grad in grads]
+        grads[step.subject] = _copy("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,))
+    names = [grad.name for grad in grads.values()]
     for at, action in enumerate(actions):
         if at == first:
-            found += grads
+            found += grads.values()
         if action.kind == "CLIP":
             found.append(with_waits(action, names))
         elif action.kind == "STEP":
             group = states[action.subject]
-            frees = (*action.frees, f"host gradient({action.subject})")
+            copied = grads[action.subject].allocations if action.subject in grads else ()
+            frees = (*action.frees, *(each.name for each in copied))
             passes = group.grad_nbytes + 2 * (group.master_nbytes + group.state_nbytes) + group.rounded_nbytes
             transfer = Transfer(COPY, (), passes, dtype="uint8")
             found.append(replace(action, stream="host", transfer=transfer, frees=frees))
-            nbytes = group.update_nbytes
-            found.append(_copy("FETCH_PARAM", action, nbytes, (action.name,)))
+            if group.update_nbytes:
+                found.append(_copy("FETCH_PARAM", action, group.update_nbytes, (action.name,)))
         else:
             found.append(action)
     return found

@@ -19,8 +19,8 @@ MEMORY_TIERS: tuple[MemoryTier, ...] = ("device", "host")
 class MemoryTiers:
     """Where the model states of a rank rest, and whose processor runs the optimizer (`step`).
 
-    Master weights rest with the optimizer states. Gradients are the summed ones, which the optimizer reads;
-    weights are what is stored of them between uses.
+    Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
+    weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
     """
 
     optimizer_states: MemoryTier = "device"
@@ -28,10 +28,11 @@ class MemoryTiers:
     weights: MemoryTier = "device"
     step: MemoryTier = "device"
 
-    @property
-    def steps_copies(self) -> bool:
-        """Whether the host steps masters of weights that rest on the device."""
-        return self.step == "host" and self.weights == "device"
+    def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
+        """Returns whether the host steps a master of weights that rest on the device; `is_stored_sharded`:
+        a rank stores a shard of them.
+        """
+        return self.step == "host" and not (is_stored_sharded and self.weights == "host")
 
 
 ON_DEVICE = MemoryTiers()

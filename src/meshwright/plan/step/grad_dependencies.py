@@ -16,9 +16,7 @@ def reads_summed_grads(action: Action) -> bool:
     """Returns whether `action` reads the summed gradients of all parameters; all reductions precede the first
     such action.
     """
-    return action.kind in ("LOCAL_NORM", "CLIP") or (
-        action.kind == "OFFLOAD_GRAD" and action.microbatch is None
-    )
+    return action.kind in ("LOCAL_NORM", "OFFLOAD_GRAD", "CLIP")
 
 
 def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) -> int:

@@ -9,6 +9,7 @@ S(flat).
     PACK         copies gradients to their offsets in one contiguous buffer, and frees them
     REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
     ACCUMULATE   adds a shard to the sum of earlier microbatches, or casts it to the dtype of gradients
+                 (where gradients rest on the host: copies the shard out of the buffer, and does it there)
     LOCAL_NORM   reads the sums: it waits for all of them
 
 Two buffers serve all groups in turn: one is packed while the other is sent. A buffer is packed again after
@@ -18,6 +19,7 @@ its reduction has ended.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
@@ -39,6 +41,7 @@ class _Buffer:
     allocation: Allocation
     last_use: Action | None = None
     pending_accumulate: Action | None = None
+    staging: str = ""  # the host memory that it was last copied into, to be added from there
 
 
 class GradReduceScatter:
@@ -71,6 +74,8 @@ class GradReduceScatter:
         self.param_dtype = precision.parameters
         self.grad_dtype = precision.gradients
         self.reduce_dtype = precision.reduce
+        self.to_host = view.plan.tiers.gradients == "host"
+        self._staging_names: tuple[str, ...] = ()
 
     def add_to(self, actions: list[Action]) -> list[Action]:
         """Returns `actions` with the gradients of every group reduced before LOCAL_NORM."""
@@ -79,13 +84,15 @@ class GradReduceScatter:
         awaited = {
             action.tensors: action.name for action in edited if action.kind in ("REDUCE", "ACCUMULATE")
         }.values()
-        frees = () if self._in_place else self._buffer_names(edited)
+        frees = () if self._in_place else (*self._buffer_names(edited), *self._staging_names)
         norm_index = index_of_last(edited, "LOCAL_NORM") or 0
         edited[norm_index] = replace(with_waits(edited[norm_index], awaited), frees=frees)
         return [self._free_sums(action) for action in edited]
 
     @property
     def _in_place(self) -> bool:
+        if self.to_host:
+            return False
         return not self.every_microbatch and self.reduce_dtype == self.grad_dtype == self.param_dtype
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
@@ -202,9 +209,15 @@ class GradReduceScatter:
         shard = Allocation(
             sum_name(param_group),
             self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype],
+            tier="host" if self.to_host else "device",
         )
         accumulate = None
-        if casts or not first:
+        if self.to_host:
+            waits = (reduce.name, *(() if first else (summed[param_group.name],)))
+            accumulate = self._accumulate_on_host(
+                param_group, microbatch, waits, shard if first else None, buffer
+            )
+        elif casts or not first:
             waits = (reduce.name, *(() if first else (summed[param_group.name],)))
             accumulate = Action(
                 "ACCUMULATE",
@@ -214,11 +227,46 @@ class GradReduceScatter:
                 tensors=param_group.names,
                 allocations=(shard,) if first else (),
             )
-        reduce = replace(reduce, allocations=(shard,) if first and not casts else ())
+        reduce = replace(reduce, allocations=(shard,) if first and not casts and not self.to_host else ())
         buffer.last_use, buffer.pending_accumulate = accumulate or reduce, accumulate
         summed[param_group.name] = buffer.last_use.name
         yield pack
         yield reduce
+
+    def _accumulate_on_host(
+        self,
+        param_group: ParamGroup,
+        microbatch: int | None,
+        waits: tuple[str, ...],
+        shard: Allocation | None,
+        buffer: _Buffer,
+    ) -> Action:
+        """Returns the copy of a reduced shard to the host, into `shard`; what is not the sum itself is copied
+        into a staging buffer there, and added.
+        """
+        width, specs = FLOAT_NBYTES[self.reduce_dtype], self.flat_param_specs.values()
+        allocations, frees = (), ()
+        if shard is None or self.reduce_dtype != self.grad_dtype:
+            name = f"staging of {buffer.allocation.name}"
+            largest = max(each.shard_numel for each in specs) * width
+            allocations, frees = (
+                (Allocation(name, largest, tier="host"),),
+                (buffer.staging,) * bool(buffer.staging),
+            )
+            buffer.staging = name
+            self._staging_names = tuple(dict.fromkeys((*self._staging_names, name)))
+        nbytes = self.flat_param_specs[param_group.name].shard_numel * width
+        return Action(
+            "ACCUMULATE",
+            param_group.name,
+            microbatch,
+            "copy_out",
+            waits,
+            param_group.names,
+            Transfer(COPY, (), nbytes, dtype=self.reduce_dtype),
+            allocations=(*allocations, *(() if shard is None else (shard,))),
+            frees=frees,
+        )
 
     @staticmethod
     def _pop_accumulate(buffer: _Buffer) -> Iterator[Action]:

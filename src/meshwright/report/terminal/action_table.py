@@ -12,6 +12,7 @@ from rich.text import Text
 
 from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
+from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
@@ -231,13 +232,17 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
             f"({_carrier_text(move)}){within}"
         )
     flops = sum(action.flops for action in run)
-    allocated = sum(
-        {hold.name: hold.max_nbytes for action in run for hold in action.allocations}.values()
-    )  # a buffer is allocated once for all of them
+    holds = [hold for action in run for hold in action.allocations]
+    # a buffer is allocated once for all of them
+    allocated, on_host = (
+        sum({hold.name: hold.nbytes for hold in holds if hold.tier == tier}.values()) for tier in MEMORY_TIERS
+    )
     if flops:
         yield format_flops(flops)
     if allocated:
         yield f"allocates {format_nbytes(allocated)}"
+    if on_host:
+        yield f"allocates {format_nbytes(on_host)} on the host"
     waits = [wait for wait in first.waits if streams.get(wait) != first.stream]
     if waits:
         yield f"waits for {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")

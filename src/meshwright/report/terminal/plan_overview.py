@@ -14,6 +14,7 @@ What does not fit is shortened in this order: the timeline, explanations, notes.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
@@ -26,11 +27,17 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import MESH_AXES, Mesh, in_mesh_order
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
+from meshwright.planner.program_cost.rank_memory import peak_nbytes, peak_nbytes_by_category
 from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
-from meshwright.report.terminal.memory_and_sent_bytes import busiest_rank, expected_text, fullest_rank
+from meshwright.report.terminal.memory_and_sent_bytes import (
+    at_most_text,
+    busiest_rank,
+    expected_text,
+    first_ranks,
+    fullest_rank,
+)
 from meshwright.report.terminal.prediction import (
     CATEGORY_TEXTS,
     category_seconds,
@@ -64,6 +71,18 @@ SHOWN_ABOVE = (  # of `plan_summary`: said by the sections here
 TOO_LARGE = (
     "the peak is above the memory of the device: use a smaller micro_batch, activation_checkpointing, or "
     "more ranks along dp_shard, tp or pp (docs/howto/out_of_memory.md)"
+)
+MAY_BE_TOO_LARGE = (
+    "the peak fits if experts are chosen alike, and may be above the memory of the device if not: set "
+    "checkpoint_load of expert_parallel to 1, use a smaller micro_batch, or more ranks along ep or dp_shard"
+)
+TOO_LARGE_ON_HOST = (
+    "a rank needs {} of host memory, and the host has {} for each device: shard over more ranks (zero, "
+    "dp_shard), or leave more on the device (strategies.offload.what)"
+)
+UNKNOWN_HOST = (
+    "a rank needs {} of host memory, and nothing is known of that of the host: set "
+    "strategies.offload.host_gb, or host_gb in a [device] table"
 )
 MORE = "--actions shows dtypes, memory of other ranks, stages and every action"
 
@@ -132,9 +151,13 @@ class PlanOverview:
         return {name: text for name, text in self._summary.items() if name not in SHOWN_ABOVE}
 
     def _notes(self) -> Iterator[RenderableType]:
-        too_large = self.device is not None and self._fullest[1] > self.device.memory
+        memory = inf if self.device is None else self.device.memory
+        too_large = self._fullest[1] > memory
+        may_be = fullest_rank(self.plan, at_most=True)[1] > memory
         found = [
             *([(TOO_LARGE, "bold red")] if too_large else []),
+            *([(MAY_BE_TOO_LARGE, "bold red")] if may_be and not too_large else []),
+            *self._host_notes(),
             *((note, "yellow") for note in (*self.plan.model_spec.notes, *idle_warnings(self.plan))),
             *((note, "green") for note in self.notes),
             *((note, "") for note in (self.prediction.notes if self.prediction else ())),
@@ -143,6 +166,17 @@ class PlanOverview:
         yield from [""] if found or warnings else []
         yield from (Text(f"warning: {warning}", style="yellow") for warning in warnings)
         yield from (Text(f"note: {note}", style=style) for note, style in found)
+
+    def _host_notes(self) -> Iterator[tuple[str, str]]:
+        """Yields whether the host has the memory that a rank needs, or that this is not known."""
+        needed = max(peak_nbytes(self.plan, rank, "host") for rank in first_ranks(self.plan))
+        if not needed or self.device is None:
+            return
+        if not self.device.host_memory:
+            yield UNKNOWN_HOST.format(format_nbytes(needed)), ""
+        elif needed > self.device.host_memory:
+            has = format_nbytes(self.device.host_memory)
+            yield TOO_LARGE_ON_HOST.format(format_nbytes(needed), has), "bold red"
 
     def _memory_bars(self) -> Iterator[RenderableType]:
         rank, total = self._fullest
@@ -156,6 +190,8 @@ class PlanOverview:
                 style="bold red" if total > capacity else "",
             )
         yield head
+        if at_most := at_most_text(self.plan):
+            yield Text(f"  {at_most}", style="bold")
         yield Table(
             ["", Column("", format_nbytes), Column("", "{:.0f} %"), ""],
             [
@@ -221,7 +257,9 @@ def strategy_text(strategy: Strategy) -> str:
         for item in fields(strategy)
         if (value := getattr(strategy, item.name)) != item.default or item.name in ALWAYS_SHOWN_FIELDS
     }
-    texts = (f"{name} {value}" for name, value in shown.items())
+    texts = (
+        f"{name} {' '.join(value) if isinstance(value, tuple) else value}" for name, value in shown.items()
+    )
     return f"{strategy.name} ({', '.join(texts)})" if shown else strategy.name
 
 

@@ -19,6 +19,7 @@
         host_link_gb_s = 63              1e9 bytes per second between it and its host's memory, one way
         disk_gb_s = 3                    1e9 bytes per second of its host's disks, for each device
         host_memory_gb_s = 40            1e9 bytes per second of its host's memory, for each device
+        host_gb = 256                    GiB of its host's memory, for each device
 
         [rates]                          the fractions of these peaks that it reaches, where you know them
 
@@ -88,6 +89,7 @@ MAX_VALUES = {  # larger values are in another unit
     "host_link_gb_s": (1e4, "1e9 bytes per second: 63 for an H100"),
     "disk_gb_s": (1e4, "1e9 bytes per second: 3 for a fast disk"),
     "host_memory_gb_s": (1e5, "1e9 bytes per second: 40 for each of 8 devices"),
+    "host_gb": (1e5, "GiB: 256 for each of 8 devices of a host with 2 TiB"),
 }
 DEVICE_FIELDS = {
     "memory_gb": "memory",
@@ -97,8 +99,9 @@ DEVICE_FIELDS = {
     "host_link_gb_s": "host_link_rate",
     "disk_gb_s": "disk_rate",
     "host_memory_gb_s": "host_memory_rate",
+    "host_gb": "host_memory",
 }
-UNIT_SCALES = {**dict.fromkeys(DEVICE_FIELDS, 1e9), "memory_gb": 2**30}
+UNIT_SCALES = {**dict.fromkeys(DEVICE_FIELDS, 1e9), "memory_gb": 2**30, "host_gb": 2**30}
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class DeviceTable:
     host_link_gb_s: float = 0.0
     disk_gb_s: float = 0.0
     host_memory_gb_s: float = 0.0
+    host_gb: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     if not table.like and not table.measured:
         optional = (
             *("like", "measured", "units", "watts"),
-            *("host_link_gb_s", "disk_gb_s", "host_memory_gb_s"),
+            *("host_link_gb_s", "disk_gb_s", "host_memory_gb_s", "host_gb"),
         )
         lacking = [each.name for each in fields(DeviceTable) if each.name not in optional]
         for key in lacking:

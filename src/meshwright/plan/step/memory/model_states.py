@@ -10,6 +10,7 @@ optimizer states    step counters included
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_optimizer, update_scratch_nbytes
@@ -25,12 +26,13 @@ class GroupStates:
 
     `stepped_params` are the parameters whose optimizer states it has, with the elements of each; `numel`
     elements are stored of the group, padding included. `grad_nbytes` are those of the summed gradients that
-    the optimizer reads, `update_nbytes` those of the weights that it updates.
+    the optimizer reads, `update_nbytes` those of the weights on the device that the host updates.
     """
 
     name: str
     numel: int
     weight_nbytes: int
+    weight_tier: MemoryTier
     master_nbytes: int
     rounded_nbytes: int
     grad_nbytes: int
@@ -53,13 +55,19 @@ def group_states(job: Job, view: RankView) -> Iterator[GroupStates]:
     )
     owned_names = {each.param.name for each in view.param_shardings if each.owner_axes}
     width = FLOAT_NBYTES[precision.master]
-    has_master = precision.master != precision.parameters or tiers.steps_copies
     for group in view.all_param_groups:
         spec, itemsize = (
             view.flat_param_specs.get(group.name),
             group.params[0].itemsize(job.precision.parameters),
         )
-        is_stepped = group.trainable and is_primary
+        is_stepped, is_stored_sharded = (
+            group.trainable and is_primary,
+            group.param_shardings[0].is_stored_sharded,
+        )
+        copies, rounds = (
+            tiers.host_steps_copy(is_stored_sharded=is_stored_sharded),
+            precision.master != precision.parameters,
+        )
         owned_here = [(param, param.numel) for name, param in owned if name == group.name]
         if spec is None:
             stepped = [
@@ -70,17 +78,18 @@ def group_states(job: Job, view: RankView) -> Iterator[GroupStates]:
             params = {param.name: param for param in group.params}
             shards = spec.param_shards(mesh.index(view.coordinate, spec.axes)) if is_stepped else ()
             stepped = [(params[each.name], each.numel) for each in shards if each.name not in owned_names]
-            kept_numel = spec.shard_numel if group.param_shardings[0].is_stored_sharded else spec.numel
+            kept_numel = spec.shard_numel if is_stored_sharded else spec.numel
             master_numel = spec.shard_numel if is_stepped and not owned_names & set(params) else 0
         pairs = (*stepped, *owned_here)
         yield GroupStates(
             group.name,
             kept_numel,
             kept_numel * itemsize,
-            width * (sum(n for _, n in owned_here) + (master_numel if has_master else 0)),
-            itemsize * master_numel if tiers.steps_copies and precision.master != precision.parameters else 0,
+            tiers.weights if is_stored_sharded else "device",
+            width * (sum(n for _, n in owned_here) + (master_numel if copies or rounds else 0)),
+            itemsize * master_numel if copies and rounds else 0,
             FLOAT_NBYTES[precision.gradients] * master_numel,
-            itemsize * master_numel,
+            itemsize * master_numel if copies else 0,
             sum(param_state_nbytes(job, *pair) for pair in pairs),
             pairs,
         )
