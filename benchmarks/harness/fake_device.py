@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.model.analysis.memory_trial import empty_grouped_product
+from meshwright.model.analysis.live_memory_tracker import empty_grouped_product
 
 DEVICE = torch.device("cuda", 0)
 aten = torch.ops.aten

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from meshwright.plan.sharding.expert_load import EXPERT_LOAD
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import EXPERT_LOAD, ExpertCosts, ParallelConfig
+from meshwright.planner.analytic.parallel_config import ExpertCosts, ParallelConfig
 
 # sizes beside the columns of a row, by the first letters of the model's name
 LATENT = {"q_rank": 1536, "kv_rank": 512, "head": 128, "rope_head": 64, "value_head": 128, "kv_heads": 0}

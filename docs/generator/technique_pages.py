@@ -14,6 +14,8 @@ FOLDER = "docs/techniques"
 SHARED = (
     "expert/dense_experts",
     "expert/dispatch",
+    "expert/chunked_experts",
+    "expert/expert_memory",
     "expert/expert_pairs",
     "expert/summed_experts",
     "context/attention_args_to_4d",

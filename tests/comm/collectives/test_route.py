@@ -1,9 +1,12 @@
 """Routes: rows arrive where a table sends them, and the adjoint brings gradients back."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
+from meshwright.comm.collectives.route import Route, RowsInFlight, exchange_counts, send_rows
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 
@@ -66,15 +69,52 @@ def test_gradients_come_back_also_through_ranks_without_rows():
         ]
 
 
-def second_gradients(world: World) -> torch.Tensor:
+class Noted(torch.autograd.Function):
+    """Doubles, and notes when it does so, and when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: list[str], world: World) -> torch.Tensor:
+        ctx.order, ctx.world = order, world
+        order.append(f"forward, {len(world.ledger.entries)} sent")
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.order.append(f"backward, {len(ctx.world.ledger.entries)} sent")
+        return 2 * grads[0], None, None
+
+
+def meanwhile(world: World) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """The gradient of rows in flight, and what was sent when something else was computed meanwhile."""
+    world.ledger.is_recording = True
+    route, order = route_of(world), list[str]()
+    rows = torch.ones(sum(route.input_splits), 2, requires_grad=True)
+    flight = RowsInFlight(route, lambda: "DISPATCH", rows)
+    other = Noted.apply(torch.ones(1, requires_grad=True), order, world)
+    arrived = flight.wait()
+    ((world.rank + 1) * arrived.sum() + other.sum()).backward()
+    return rows.grad, arrived, order
+
+
+def test_something_else_is_computed_while_rows_are_in_flight():
+    for rank, (grad, arrived, order) in enumerate(run_on_threads(meanwhile, Mesh(ep=3))):
+        assert torch.equal(arrived, torch.ones(int(NUM_ROWS[:, rank].sum()), 2))
+        by_rank = torch.arange(1.0, 4.0).repeat_interleave(NUM_ROWS[rank])
+        assert torch.equal(grad, by_rank.unsqueeze(1).expand(-1, 2))
+        assert order == ["forward, 2 sent", "backward, 3 sent"]  # counts, rows, gradients
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_gradients_have_gradients(in_flight: bool):
+    for found in run_on_threads(lambda world: second_gradients(world, in_flight), Mesh(ep=3)):
+        assert torch.equal(found, torch.full_like(found, 18.0))
+
+
+def second_gradients(world: World, in_flight: bool) -> torch.Tensor:
     """The gradient of the squared gradient of the squares of the rows that arrive."""
     route = route_of(world)
     rows = torch.full((sum(route.input_splits), 1), 3.0, requires_grad=True)
-    (arrived,) = send_rows(route, lambda: "DISPATCH", rows)
+    way = route, lambda: "DISPATCH", rows
+    arrived = RowsInFlight(*way).wait() if in_flight else send_rows(*way)[0]
     (first,) = torch.autograd.grad((arrived**3).sum(), rows, create_graph=True)
     return torch.autograd.grad(first.sum(), rows)[0]
-
-
-def test_gradients_have_gradients():
-    for found in run_on_threads(second_gradients, Mesh(ep=3)):
-        assert torch.equal(found, torch.full_like(found, 18.0))

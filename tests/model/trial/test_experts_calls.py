@@ -1,6 +1,7 @@
 """Calls of experts are found in a recorded forward by what they are given."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.plan.model_spec.model_spec import ExpertsCall
-from tests.parallel.expert.mixture_model import TOKENS, analyzed_mixtral
+from tests.parallel.expert.mixture_model import TOKENS, analyzed_deepseek, analyzed_mixtral
 from tests.tiny_model import analyzed_model
 
 
@@ -23,6 +24,40 @@ def test_every_layer_of_a_transformers_mixture_has_one():
     assert first.weights_need_grad
     assert "model.layers.0.self_attn.o_proj" in first.prior_layers
     assert "model.layers.0.mlp" not in first.prior_layers
+
+
+class ReadBefore(mw.nn.MixtureOfExperts):
+    """A layer that reads what its experts return before it calls the shared one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        routes = self.routing.route(hidden, self.router)
+        output = 2 * self._run_experts(hidden.flatten(0, 1), routes).view(hidden.shape)
+        return output + self.shared(hidden)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shared"),
+    [(mw.nn.MixtureOfExperts, "1.shared"), (ReadBefore, "")],
+    ids=["apart", "read before"],
+)
+def test_shared_experts_are_those_called_before_an_operation_on_the_result(layer: Any, shared: str):
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), layer(6, 5, 4, shared_intermediate=3))
+
+    batch = {"input": torch.randn(4, 3, 6), "y": torch.randn(4)}
+    loss = mw.Loss(
+        lambda out, batch: (out.mean((1, 2)) - batch["y"]).square().sum(),
+        lambda batch: torch.tensor(len(batch["y"])),
+        ("y",),
+    )
+    (call,) = mw.analyze(model, batch, loss=loss).model_spec.experts_calls
+    assert call.shared_experts == shared
+
+
+def test_shared_experts_of_transformers_are_found():
+    (call,) = analyzed_deepseek().model_spec.experts_calls
+    assert call.shared_experts == "model.layers.1.mlp.shared_experts"
+    assert {each.shared_experts for each in analyzed_mixtral().model_spec.experts_calls} == {""}
 
 
 def test_a_dense_model_has_none():

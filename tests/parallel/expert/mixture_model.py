@@ -41,9 +41,8 @@ def analyzed_mixtral(num_experts: int = 5, choice: tuple[int, ...] = ()) -> mw.A
     return mw.analyze(partial(mixtral, num_experts, choice), batch_of(4))
 
 
-@cache
-def analyzed_gpt_oss() -> mw.AnalyzedModel:
-    """The analysis of a gpt-oss with 5 experts: with biases, and gates and ups in turn."""
+def gpt_oss() -> nn.Module:
+    """A gpt-oss with 5 experts: with biases, and gates and ups in turn."""
     config = transformers.GptOssConfig(
         **SIZES,
         head_dim=8,
@@ -51,7 +50,25 @@ def analyzed_gpt_oss() -> mw.AnalyzedModel:
         num_experts_per_tok=2,
         rope_parameters={"rope_type": "default"},
     )
-    return mw.analyze(partial(transformers.GptOssForCausalLM, config), batch_of(4))
+    return transformers.GptOssForCausalLM(config)
+
+
+@cache
+def analyzed_gpt_oss() -> mw.AnalyzedModel:
+    """The analysis of `gpt_oss`."""
+    return mw.analyze(gpt_oss, batch_of(4))
+
+
+@cache
+def analyzed_deepseek() -> mw.AnalyzedModel:
+    """The analysis of a DeepSeek-V3 with 5 experts and a shared one in its second layer."""
+    config = transformers.DeepseekV3Config(
+        **SIZES,
+        **{"n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        **{"moe_intermediate_size": 12, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    )
+    return mw.analyze(partial(transformers.DeepseekV3ForCausalLM, config), batch_of(4))
 
 
 def batch_of(num_samples: int, seed: int = 0) -> dict[str, torch.Tensor]:

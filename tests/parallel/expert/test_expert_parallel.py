@@ -20,6 +20,7 @@ from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import (
     TOKENS,
     VOCABULARY,
+    analyzed_deepseek,
     analyzed_mixtral,
     assert_equals_one_device,
     batch_of,
@@ -61,6 +62,48 @@ def test_pipedream_equals_the_replay_of_its_weight_versions():
     plan = mw.make_plan(analyzed_mixtral(), sgd_job(clip=0), mesh, strategies, 1)
     verdict = mw.verify(analyzed_mixtral(), plan, BATCHES)
     assert verdict.passed, str(verdict)
+
+
+SHARED_PLANS = {
+    "uneven": (mw.Mesh(ep=3), expert_strategies(), 2),
+    "zero 3, recomputed": (
+        mw.Mesh(dp_shard=2, ep=2),
+        expert_strategies(mw.ZeRO(stage=3), mw.ActivationCheckpointing()),
+        0,
+    ),
+    "zb_v": (mw.Mesh(pp=2, ep=2), expert_strategies(mw.Pipeline(schedule="zb_v")), 3),
+    "tp": (mw.Mesh(ep=2, tp=2), None, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_PLANS)
+def test_shared_experts_are_computed_while_sums_return(name: str):
+    mesh, strategies, micro_batch = SHARED_PLANS[name]
+    plan = mw.make_plan(analyzed_deepseek(), sgd_job(clip=0.5), mesh, strategies, micro_batch)
+    verdict = mw.verify(analyzed_deepseek(), plan, BATCHES)
+    assert verdict.passed, str(verdict)
+
+
+def sent_before_shared_backward(world: World) -> list[int]:
+    """How many messages of the backward this rank has sent when that of its shared experts begins."""
+    plan, found = mw.make_plan(analyzed_deepseek(), sgd_job(), mw.Mesh(ep=2)), list[int]()
+    with mw.parallelize(analyzed_deepseek(), plan, world=world) as trainer:
+        world.ledger.is_recording = True
+        module = trainer.executor.state.trained_module.module
+        shared = module.get_submodule("model.layers.1.mlp.shared_experts.down_proj")
+        shared.register_full_backward_hook(
+            lambda *given: found.append(
+                sum(
+                    each.action[0] == "B" and "all_to_all" in each.collective for each in world.ledger.entries
+                )
+            )
+        )
+        trainer.step(trainer.local_batch(BATCHES[0]))
+    return found
+
+
+def test_gradients_of_sums_are_sent_before_the_backward_of_shared_experts():
+    assert run_on_threads(sent_before_shared_backward, mw.Mesh(ep=2)) == [[1], [1]]
 
 
 @pytest.mark.parametrize("choice", [(0, 1), (4, 0)], ids=str)

@@ -9,9 +9,11 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.expert_load import expert_ranges_by_layer
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Program
+from meshwright.report.terminal.params_table import param_rows
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
@@ -107,6 +109,15 @@ def test_a_rank_has_the_experts_of_its_index_along_all_axes():
     plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mesh, strategies)
     shapes = run_on_threads(lambda world: experts_shapes(world, plan), mesh)
     assert shapes == [(2, 16, 12), (1, 16, 12), (1, 16, 12), (1, 16, 12)]
+
+
+def test_the_table_of_parameters_names_the_axes_of_experts_together():
+    mesh, strategies, _ = PLANS["ep and tp"]
+    plan = mw.make_plan(analyzed_mixtral(), sgd_job(), mesh, strategies)
+    rows = {row.pattern: row.config for row in param_rows(plan.sharding, "float32")}
+    assert rows["model.layers.*.mlp.experts.down_proj"].startswith("ep tp: 5 experts")
+    ranges = expert_ranges_by_layer(plan.sharding)["model.layers.0.mlp.experts"]
+    assert ranges == [(0, 2), (2, 3), (3, 4), (4, 5)]  # of which a run reports the load
 
 
 def counts_of_step(world: World, plan: mw.Plan) -> tuple[list[torch.Tensor], int]:

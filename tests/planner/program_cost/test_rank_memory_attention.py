@@ -131,6 +131,6 @@ def test_several_micro_batches_take_the_planned_memory():
 
 def test_counting_a_mask_that_is_never_made_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "meshwright.model.analysis.memory_trial.MAX_REAL_NUMEL", 0
+        "meshwright.model.analysis.live_memory_tracker.MAX_REAL_NUMEL", 0
     )  # no values in glue, so transformers takes rows for packed documents
     assert planned_excess("llama", "sdpa", 256) > 2 * ALLOWED

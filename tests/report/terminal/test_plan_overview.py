@@ -28,6 +28,8 @@ from meshwright.report.terminal.plan_overview import (
     sent_by_collective,
     strategy_text,
 )
+from meshwright.report.terminal.prediction import prediction_dict
+from tests.parallel.expert.mixture_model import analyzed_mixtral, sgd_job
 from tests.planner.simple_machine import ground
 from tests.report.terminal.test_action_table import all_programs, deep_model_spec, offloaded_programs, plan_of
 from tests.tiny_model import analyzed_model, tiny_job
@@ -129,6 +131,19 @@ def test_a_device_that_is_too_small_stands_out():
     assert "200 % of the" in shown(overview(plan, device=device))
     assert "the peak is above the memory of the device" in shown(overview(plan, device=device))
     assert "above the memory" not in shown(overview(plan, device=find_device("h100")))
+
+
+def test_a_device_that_fits_what_is_expected_and_not_the_most_stands_out():
+    plan = make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=2))
+    expected, most = (peak_nbytes(plan, 0, at_most=at_most) for at_most in (False, True))
+    text = shown(overview(plan, device=replace(find_device("h100"), memory=(expected + most) / 2)), 200)
+    assert f"{format_nbytes(expected)} at the peak" in text
+    assert f"at most {format_nbytes(most)} (rank 0), if all tokens choose the experts of one rank" in text
+    assert "the peak fits if experts are chosen alike" in text
+    text = shown(overview(plan, device=replace(find_device("h100"), memory=most)))
+    assert "the peak fits if" not in text
+    assert "at most" not in shown(overview(plan_of()))
+    assert prediction_dict(plan, None)["peak_memory_at_most"]
 
 
 def test_a_host_that_is_too_small_stands_out_and_an_unknown_one_is_named():

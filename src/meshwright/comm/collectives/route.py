@@ -6,6 +6,11 @@
 
 The adjoint of a route is the way back: its splits change places, so the gradient of a row arrives where the
 row came from. Rows for the own rank are not part of a route. A rank without rows takes part.
+
+Rows in flight leave time to compute something else, in forward and in backward:
+
+    start ------ sent ------ wait         the gradient starts where the rows were waited for, and is waited
+    wait  <----- gradient -- start        for where they started; what was computed between lies between
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.group import Group, Work
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,21 @@ class Route:
 
     def send(self, tensor: torch.Tensor, action: str = "") -> torch.Tensor:
         """Returns the rows that arrive here, of the shape and dtype of the rows of `tensor`."""
+        arrived, work = self.start(tensor, action)
+        work.wait()
+        return arrived
+
+    def start(self, tensor: torch.Tensor, action: str = "") -> tuple[torch.Tensor, Work]:
+        """Returns memory for the rows that arrive here, and the collective that fills it."""
         arrived = tensor.new_empty(sum(self.output_splits), *tensor.shape[1:])
-        self.group.all_to_all_v(
+        work = self.group.all_to_all_v(
             arrived,
             tensor.contiguous(),
             output_splits=self.output_splits,
             input_splits=self.input_splits,
             action=action,
-        ).wait()
-        return arrived
+        )
+        return arrived, work
 
 
 def exchange_counts(
@@ -108,3 +119,65 @@ def _send_packed(route: Route, action: str, tensors: Sequence[torch.Tensor]) -> 
     return parts[0], *(
         part.contiguous().view(each.dtype) for part, each in zip(parts[1:], others, strict=True)
     )
+
+
+class RowsInFlight:
+    """The rows of `tensor` on their way, from now until `wait`; differentiable, as `send_rows` is."""
+
+    def __init__(self, route: Route, action_name: Callable[[], str], tensor: torch.Tensor) -> None:
+        self._route, self._action_name = route, action_name
+        self._work: Work | None = None
+        self._gradient: tuple[torch.Tensor, Work] | None = None
+        self._arriving = _StartRows.apply(self, tensor)
+
+    def wait(self) -> torch.Tensor:
+        """Returns the rows that have arrived here, in the order of the ranks."""
+        return _FinishRows.apply(self, self._arriving)
+
+    def start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sends the rows; returns the memory in which others arrive."""
+        arriving, self._work = self._route.start(tensor, self._action_name())
+        return arriving
+
+    def finish(self) -> None:
+        """Waits until the rows have arrived."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+    def start_gradient(self, grad: torch.Tensor) -> None:
+        """Sends the gradients of the rows that have arrived back to where these came from."""
+        self._gradient = self._route.adjoint.start(grad, self._action_name())
+
+    def finish_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns the gradients of the rows that were sent, for `grad` of those that have arrived."""
+        if self._gradient is None:  # somebody wants the gradient of this gradient
+            return send_rows(self._route.adjoint, self._action_name, grad)[0]
+        (arrived, work), self._gradient = self._gradient, None
+        work.wait()
+        return arrived
+
+
+class _StartRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: RowsInFlight, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.rows = rows
+        return rows.start(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, ctx.rows.finish_gradient(grads[0])
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: RowsInFlight, arriving: torch.Tensor) -> torch.Tensor:
+        ctx.rows = rows
+        rows.finish()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            ctx.rows.start_gradient(grads[0])
+        return None, grads[0]  # where the rows started, it is waited for; read if it has a gradient itself

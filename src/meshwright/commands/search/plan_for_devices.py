@@ -181,7 +181,7 @@ def _first_allowed(
             notes.append(f"not chosen: {choice.text}, because {error.diagnostics[0].problem}")
             continue
         plan = resolved[1].plan
-        peak = fullest_rank(plan)[1]
+        peak = fullest_rank(plan, at_most=True)[1]
         if peak <= usable_memory:
             prediction = predict_plan(plan, plan.run.hardware, plan.run.cluster)
             return _Allowed(choice, resolved, 0.0 if prediction is None else prediction.step_s)

@@ -187,7 +187,8 @@ class AnalyzedModel:
             return module, blocks
 
         writes, samples = self.model_spec.writes_in_place, self.example_samples
-        return measure_memory(MemoryTrial(make, samples, self.loss, writes, casts, device_type))
+        experts = self.model_spec.experts_calls
+        return measure_memory(MemoryTrial(make, samples, self.loss, writes, casts, device_type, experts))
 
     def make_module(
         self,

@@ -22,6 +22,7 @@ from torch import nn
 from meshwright.model.recording.forward_recording import (
     AtenOp,
     BlockStart,
+    Event,
     ModuleEnd,
     ModuleStart,
     Recording,
@@ -61,7 +62,8 @@ def experts_calls(recording: Recording) -> Iterator[ExpertsCall]:
                 is_exact = _makes_zeros(call, start, ops, event.results)
                 call = replace(call, top_k=top_k or call.num_experts) if is_exact else None
             if call is not None:
-                yield replace(call, prior_layers=tuple(ended))
+                shared = _called_meanwhile(recording.events[number + 1 :], event.results)
+                yield replace(call, prior_layers=tuple(ended), shared_experts=shared)
             ended.append(event.name)
 
 
@@ -75,6 +77,30 @@ def choice_biases(module: nn.Module, calls: Iterable[ExpertsCall]) -> Iterator[C
             is_bias = path.rpartition(".")[2] in BIAS_NAMES and buffer.shape == (call.num_experts,)
             if is_bias and full in saved:
                 yield ChoiceBias(full, name, call.block_call, call.num_experts)
+
+
+def _called_meanwhile(events: Iterable[Event], result: object) -> str:
+    """Returns the last module of whose whole call `events` tell before an operation reads `result`, or the
+    module that called the experts ends; "" if there is none. A view of `result` does not read it.
+    """
+    storages = {each.storage for each in tensor_records(result)}
+    depth, found = 0, ""
+    for event in events:
+        if type(event) is ModuleStart:
+            depth += 1
+        elif type(event) is ModuleEnd:
+            depth -= 1
+            if depth < 0:
+                break
+            found = found if depth else event.name
+        elif type(event) is AtenOp and _reads(event, storages):
+            break
+    return found
+
+
+def _reads(op: AtenOp, storages: set[int]) -> bool:
+    is_view = op.packet.__name__ == "view"
+    return not is_view and any(each.storage in storages for each in op.inputs)
 
 
 def _own_params(recording: Recording) -> dict[str, dict[str, TensorRecord]]:

@@ -15,16 +15,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.collectives.route import Route, exchange_counts, send_rows
+from meshwright.comm.collectives.route import Route, RowsInFlight, exchange_counts, send_rows
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor
+from meshwright.parallel.expert.chunked_experts import (
+    PairPlaces,
+    add_in_chunks,
+    chunk_size,
+    expected_pairs,
+    pair_counts,
+)
 from meshwright.parallel.expert.expert_pairs import add_pairs, take_pairs
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.expert_load import expert_ranges
@@ -102,22 +109,23 @@ def call_position(call: ExpertsCall, view: RankView) -> float:
     return max(before, default=-1) + 0.5
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """The pairs of some rows with experts of this rank, in the order of the rows.
-
-    For each pair its row, its place in the flat choice [rows * k] of these rows, and its expert here.
+class _Unfinished(NamedTuple):
+    """What a call of experts has returned, without the sums of other ranks: `result` is `total` in the dtype
+    of the tokens, or `total` itself; `away` are the tokens to which the sums are added.
     """
 
-    row: torch.Tensor
-    choice: torch.Tensor
-    expert: torch.Tensor
+    result: torch.Tensor
+    total: torch.Tensor
+    away: torch.Tensor
+    returning: RowsInFlight
 
 
 class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank.
 
-    Rows travel along `axes`, which may be none. `microbatches` are those of the planned actions, by name.
+    Rows travel along `axes`, which may be none: then nothing is computed in chunks. `microbatches` are those
+    of the planned actions, by name. A rank with more than `checkpoint_load` times the pairs that it expects
+    computes them in chunks.
     """
 
     def __init__(
@@ -128,11 +136,13 @@ class ExpertDispatch:
         places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
+        checkpoint_load: float,
     ) -> None:
         state = runtime.state
+        self._unfinished: _Unfinished | None = None
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
         self._group: Group = state.world.group(axes)
-        self._places = places
+        self._places, self._checkpoint_load = places, checkpoint_load
         self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
@@ -147,6 +157,14 @@ class ExpertDispatch:
 
     def run(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Returns what `forward` returns with all experts, for [tokens, features] and their choice."""
+        result = self.start(forward, *args, **kwargs)
+        self.finish()
+        return result
+
+    def start(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns what `run` returns, while the sums of other ranks are still on their way: complete after
+        `finish`.
+        """
         hidden, index, weights = tree_tensors((args, kwargs))
 
         def compute(*pairs: torch.Tensor) -> torch.Tensor:
@@ -170,15 +188,38 @@ class ExpertDispatch:
             index.index_select(0, away).to(getattr(torch, index_dtype(self._weights_dtype))),
         )
         own, others = self._pairs_here(index, num_own), self._pairs_here(row_index, num_arriving)
-        outputs = self._compute(
-            compute,
-            take_pairs(hidden, rows.to(hidden.dtype), own.row, others.row),
-            torch.cat([own.expert, others.expert]).to(index.dtype),
-            take_pairs(weights.flatten(), row_weights.to(weights.dtype).flatten(), own.choice, others.choice),
-        )
-        total, sums = add_pairs(outputs, own.row, others.row, (len(hidden), len(rows)))
-        (returned,) = send_rows(route.adjoint, self._action_name, sums.to(self._dtype))
-        return total.index_add_(0, away, returned.to(total.dtype)).to(hidden.dtype)
+
+        def results(own: PairPlaces, others: PairPlaces) -> torch.Tensor:
+            return self._compute(
+                compute,
+                take_pairs(hidden, rows.to(hidden.dtype), own.row, others.row),
+                torch.cat([own.expert, others.expert]).to(index.dtype),
+                take_pairs(
+                    weights.flatten(), row_weights.to(weights.dtype).flatten(), own.choice, others.choice
+                ),
+            )
+
+        num_rows, num_pairs = (len(hidden), len(rows)), num_own + num_arriving
+        expected = expected_pairs(self._call, len(index), self._group.size, self.num_local_experts)
+        max_pairs = chunk_size(expected, self._checkpoint_load)
+        self._record_pairs(num_pairs, int(expected), max_pairs, sum(num_rows))
+        if num_pairs > max_pairs:
+            total, sums = add_in_chunks(results, self._module, (own, others), num_rows, max_pairs)
+        else:
+            total, sums = add_pairs(results(own, others), own.row, others.row, num_rows)
+        returning = RowsInFlight(route.adjoint, self._action_name, sums.to(self._dtype))
+        result = total if total.dtype == hidden.dtype else torch.empty_like(total, dtype=hidden.dtype)
+        self._unfinished = _Unfinished(result, total, away, returning)
+        return result
+
+    def finish(self) -> None:
+        """Adds the sums of other ranks to what `start` has returned, if that is not done."""
+        if self._unfinished is not None:
+            result, total, away, returning = self._unfinished
+            total.index_add_(0, away, returning.wait().to(total.dtype))
+            if result is not total:
+                result.copy_(total)
+        self._unfinished = None
 
     def _add_own_pairs(
         self,
@@ -210,6 +251,15 @@ class ExpertDispatch:
             names = count_names(self._call, self._number, self._microbatches[action])
             self._state.world.ledger.record_count(names[0], sum(route.input_splits))
             self._state.world.ledger.record_count(names[1], sum(route.output_splits))
+
+    def _record_pairs(self, num_pairs: int, expected: int, max_pairs: int, num_rows: int) -> None:
+        action, is_chunked = self._action_name(), num_pairs > max_pairs
+        if action in self._microbatches:
+            names = pair_counts(self._call, self._number, self._microbatches[action])
+            record = self._state.world.ledger.record_count
+            record(names.more_pairs, max(0, num_pairs - expected))
+            record(names.saved_pairs, 0 if is_chunked else num_pairs)
+            record(names.saved_rows, num_rows if is_chunked else 0)
 
     @torch.no_grad()
     def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
@@ -250,7 +300,7 @@ class ExpertDispatch:
         return away, route, (num_pairs, num_pairs * (size - 1))
 
     @torch.no_grad()
-    def _pairs_here(self, index: torch.Tensor, number: int) -> _Pairs:
+    def _pairs_here(self, index: torch.Tensor, number: int) -> PairPlaces:
         """Returns the `number` pairs of rows with `index` [rows, k] whose experts are those of this rank."""
         flat = index.flatten()
         if isinstance(index, FakeTensor):
@@ -259,7 +309,7 @@ class ExpertDispatch:
             is_here = (flat >= self._first) & (flat < self._end)
             choice = is_here.nonzero_static(size=number).squeeze(1)
         row = choice.div(index.shape[1], rounding_mode="floor")
-        return _Pairs(row, choice, flat.index_select(0, choice) - self._first)
+        return PairPlaces(row, choice, flat.index_select(0, choice) - self._first)
 
     def _compute(
         self,

@@ -49,7 +49,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
-from meshwright.plan.step.memory.memory_names import output_name, saved_activations_name
+from meshwright.plan.step.memory.memory_names import output_name
 from meshwright.plan.step.program import Action, Allocation, Program, with_extra_memory, with_waits
 from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
@@ -200,7 +200,7 @@ def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
     return tuple(
         hold
         for hold in forward.allocations
-        if hold.name == saved_activations_name(forward.subject, forward.microbatch)
+        if hold.name != output_name(forward.subject, forward.microbatch or 0)
     )
 
 

@@ -182,10 +182,11 @@ class ExpertsCall:
     rows of `num_tokens` tokens per sample, of `hidden_size` features, and with the index and the weight of
     `top_k` experts for each; it returns the weighted sum of what these compute. `input_needs_grad` and
     `weights_need_grad` are about the rows, and the weights of the choice. `prior_layers` are the modules that
-    have ended before it in the block call. `inner_splits` are the splits of `params` along the features
-    between the first and the last product of an expert: what ranks compute on such slices adds up. The side
-    of a bias that is added behind the last product is OUTPUT_BIAS: each rank adds other elements of it. It is
-    empty if no splits are known.
+    have ended before it in the block call. `shared_experts` is the module that is called between it and the
+    first operation on what it returns, if there is one. `inner_splits` are the splits of `params` along the
+    features between the first and the last product of an expert: what ranks compute on such slices adds up.
+    The side of a bias that is added behind the last product is OUTPUT_BIAS: each rank adds other elements of
+    it. It is empty if no splits are known.
 
     In the form "dense" it is called with every token for expert 0, then for expert 1, and so on. Rows of
     zeros make zeros; those of the `top_k` chosen experts are others.
@@ -201,6 +202,7 @@ class ExpertsCall:
     input_needs_grad: bool = True
     weights_need_grad: bool = True
     prior_layers: tuple[str, ...] = ()
+    shared_experts: str = ""
     inner_splits: tuple[tuple[str, DimSplit], ...] = ()
     form: Literal["choice", "dense"] = "choice"
 

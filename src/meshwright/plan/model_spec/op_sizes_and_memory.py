@@ -56,12 +56,49 @@ class LinearInSamples:
 
 
 @dataclass(frozen=True)
+class AroundExperts:
+    """Bytes of a block call without those that its calls of experts save.
+
+    `saved_by_experts` are these, as the trial ran them. Beside the saved activations of the rest there are
+    `at_forward` when experts are called, and `at_backward` when their backward begins. `peak` is the most
+    outside of experts until then, in the forward too, and `late_peak` the most after their backward;
+    `late_peak_with_grads` includes the gradients of parameters that exist at that moment.
+    """
+
+    saved_by_experts: LinearInSamples
+    at_forward: LinearInSamples
+    at_backward: LinearInSamples
+    peak: LinearInSamples
+    late_peak: LinearInSamples
+    late_peak_with_grads: LinearInSamples
+
+
+@dataclass(frozen=True)
+class ExpertsMemory:
+    """Bytes of the experts `name` for pairs of a token and an expert that compute on a row each.
+
+    Quantities are linear in pairs, as others are in samples. `forward` is the peak of a forward, with its
+    input and output; `saved_activations` is what it saves. `backward` is the peak of a backward beside these,
+    with the gradients of the output and the input; `backward_with_grads` includes the gradients of parameters
+    that exist at that moment. A row of the input takes `row_nbytes`.
+    """
+
+    name: str
+    row_nbytes: int
+    forward: LinearInSamples
+    saved_activations: LinearInSamples
+    backward: LinearInSamples
+    backward_with_grads: LinearInSamples
+
+
+@dataclass(frozen=True)
 class BlockMemory:
     """Bytes of one block call: its output, its saved activations, and the extra memory of its backward.
 
     `backward` is the peak of the extra memory without gradients of parameters, `backward_with_grads` with
     those that exist by then, `attention_backward` the extra memory while the backward of attention runs:
-    below 0 if more of the saved activations has been freed by then.
+    below 0 if more of the saved activations has been freed by then. `around_experts` is set if it calls
+    experts.
     """
 
     block_call: str
@@ -70,6 +107,7 @@ class BlockMemory:
     backward: LinearInSamples
     backward_with_grads: LinearInSamples
     attention_backward: LinearInSamples | None = None
+    around_experts: AroundExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +115,7 @@ class ModelMemory:
     """Bytes of the block calls of a forward, of what `glue` keeps, and of the loss beyond its gradient.
 
     `glue_outputs` are bytes that glue computes for blocks, masks among them: a checkpointed block call keeps
-    its inputs. `ops` are the operations.
+    its inputs. `ops` are the operations, `experts` the modules of experts that could be measured.
     """
 
     block_calls: tuple[BlockMemory, ...]
@@ -85,6 +123,7 @@ class ModelMemory:
     loss: LinearInSamples
     glue_outputs: LinearInSamples = LinearInSamples()
     ops: "ModelOps | None" = None
+    experts: tuple[ExpertsMemory, ...] = ()
 
 
 # Operations, by their names in torch, whose time on a CPU is not determined by the bytes they read and write.

@@ -17,6 +17,8 @@ from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
+EXPERT_LOAD = 1.6  # pairs of the busiest rank over the mean: see planner/analytic/expert_time.py
+
 
 @dataclass(frozen=True)
 class ExpertLoad:

@@ -36,12 +36,12 @@ class RuntimeSize:
 
     @property
     def expected(self) -> int:
-        """The bytes that are expected: what a step is priced with."""
+        """The bytes that are expected."""
         return self.expected_rows * self.row_nbytes
 
     @property
     def at_most(self) -> int:
-        """The most bytes: what memory is needed for."""
+        """The most bytes of any step."""
         return self.max_rows * self.row_nbytes
 
 

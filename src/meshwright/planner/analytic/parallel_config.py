@@ -10,6 +10,7 @@ from math import inf
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.sharding.expert_load import EXPERT_LOAD
 from meshwright.planner.analytic.model_shape import ModelShape
 
 # eager: scores by torch; softmax: one kernel for their softmax; flash1 to flash3: fused kernels, by age
@@ -48,9 +49,6 @@ ZB_V = ScheduleProfile(1.0, 0.0, 0.0, uniform_memory=True, is_folded=True, fills
 GPIPE = ScheduleProfile(in_flight=inf)
 # F + I - W, of half of the ranks (arXiv 2412.19437, 3.2.1)
 DUALPIPE = ScheduleProfile(1.0, 1.0, -2.0, uniform_memory=True, is_bidirectional=True, fills_bubbles=True)
-
-
-EXPERT_LOAD = 1.6  # tokens of the busiest rank along ep, over the mean: see expert_time.py
 
 
 @dataclass(frozen=True)

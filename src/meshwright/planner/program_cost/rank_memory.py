@@ -12,13 +12,13 @@
 
 Activations, and the gradients of one block between its backward and the PACK after it, are transient;
 `transient_nbytes` is their peak. Each function adds up one memory tier (plan/hardware/memory_tiers.py). What
-the data decides counts with the most bytes that it can be; `expected_peak_nbytes` is the peak if it is what
-is expected.
+the data decides (the rows that come to the experts of a rank) counts with the bytes that are expected, and in
+a peak `at_most` with the most of any step.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.plan import Plan, RankPlan
@@ -101,7 +101,7 @@ def transient_nbytes(plan: Plan) -> int:
         for action in role.actions:
             if _is_transient(action) and action.kind != "LOSS":
                 live |= {
-                    allocation.name: allocation.max_nbytes
+                    allocation.name: allocation.nbytes
                     for allocation in action.allocations
                     if allocation.name not in freed
                 }
@@ -111,30 +111,15 @@ def transient_nbytes(plan: Plan) -> int:
     return peak
 
 
-def peak_nbytes(plan: Plan, rank: int, tier: MemoryTier = "device") -> int:
-    """Returns the peak of the bytes that `rank` of `plan` holds in `tier` during a step, as far as blocks are
-    known.
+def peak_nbytes(plan: Plan, rank: int, tier: MemoryTier = "device", *, at_most: bool = False) -> int:
+    """Returns the expected peak of the bytes that `rank` of `plan` holds in `tier` during a step, as far as
+    blocks are known, or with `at_most` the peak of any step.
 
     That is what it keeps between steps, with buffers and sharded gradients, and the largest sum of transient
     tensors: unsharded gradients, activations, temporaries of the loss and of the optimizers that the job
     names. Scratch memory of single operations and receive buffers are not included.
     """
-    return sum(peak_nbytes_by_category(plan, rank, tier).values())
-
-
-def expected_peak_nbytes(plan: Plan, rank: int) -> int:
-    """Returns `peak_nbytes` if sizes that the data decides are as expected, not as large as they can be."""
-
-    def expect(actions: list[Action]) -> list[Action]:
-        return [
-            replace(
-                action,
-                allocations=tuple(replace(each, runtime_size=None) for each in action.allocations),
-            )
-            for action in actions
-        ]
-
-    return peak_nbytes(replace(plan, program=plan.program.edit(expect)), rank)
+    return sum(peak_nbytes_by_category(plan, rank, tier, at_most=at_most).values())
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
@@ -143,7 +128,9 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
     return sum(each.stepped_numel for each in groups), sum(each.state_nbytes for each in groups)
 
 
-def peak_nbytes_by_category(plan: Plan, rank: int, tier: MemoryTier = "device") -> dict[str, int]:
+def peak_nbytes_by_category(
+    plan: Plan, rank: int, tier: MemoryTier = "device", *, at_most: bool = False
+) -> dict[str, int]:
     """Returns the bytes of `peak_nbytes` by category, without those that are zero.
 
     The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
@@ -170,7 +157,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int, tier: MemoryTier = "device") 
         if allocation.tier == tier
     }
     persistent = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
         for action in rank_plan.actions
         for allocation in action.allocations
         if allocation.name not in transient_names and allocation.tier == tier
@@ -178,7 +165,7 @@ def peak_nbytes_by_category(plan: Plan, rank: int, tier: MemoryTier = "device") 
     live: dict[str, int] = {}
     for action in rank_plan.actions:
         live |= {
-            allocation.name: allocation.max_nbytes
+            allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
             for allocation in action.allocations
             if allocation.name in transient_names
         }
@@ -217,13 +204,13 @@ def _gradient_and_buffer_nbytes(plan: RankPlan, tier: MemoryTier) -> tuple[int, 
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     gradients = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.nbytes
         for action in actions
         for allocation in action.allocations
         if allocation.name in freed and allocation.tier == tier
     }
     allocated = {
-        allocation.name: allocation.max_nbytes
+        allocation.name: allocation.nbytes
         for action in actions
         if not _is_transient(action)
         for allocation in action.allocations

@@ -235,8 +235,7 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     holds = [hold for action in run for hold in action.allocations]
     # a buffer is allocated once for all of them
     allocated, on_host = (
-        sum({hold.name: hold.max_nbytes for hold in holds if hold.tier == tier}.values())
-        for tier in MEMORY_TIERS
+        sum({hold.name: hold.nbytes for hold in holds if hold.tier == tier}.values()) for tier in MEMORY_TIERS
     )
     if flops:
         yield format_flops(flops)

@@ -13,7 +13,6 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
-    expected_peak_nbytes,
     peak_nbytes,
     state_bytes,
 )
@@ -56,8 +55,8 @@ def states_table(plan: Plan) -> Table:
     """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
 
     The peak includes activations: the most that is held at any moment of a step. If the data decides sizes,
-    it is that of the largest, and the last row is that of the expected ones. What rests in host memory has
-    rows of its own.
+    it is the expected one, and the last row has the most of any step. What rests in host memory has rows of
+    its own.
     """
     largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
@@ -77,9 +76,9 @@ def states_table(plan: Plan) -> Table:
         rows |= {f"host {name}": nbytes} if any(nbytes) else {}
     if any(each.total for each in on_host):
         rows["host total"] = [each.total for each in on_host]
-    expected = [expected_peak_nbytes(plan, rank) for rank, _ in shown]
-    if expected != rows["peak"]:
-        rows["expected peak"] = expected
+    at_most = [peak_nbytes(plan, rank, at_most=True) for rank, _ in shown]
+    if at_most != rows["peak"]:
+        rows["peak, at most"] = at_most
     numel = max(1, plan.model_spec.numel)
     several = len(plan.program.roles) > 1 and len(shown) > 1
     return Table(
@@ -95,14 +94,22 @@ def first_ranks(plan: Plan) -> list[int]:
     return [role.ranks[0] for role in plan.program.roles]
 
 
-def fullest_rank(plan: Plan) -> tuple[int, int]:
+def fullest_rank(plan: Plan, *, at_most: bool = False) -> tuple[int, int]:
     """Returns the rank with the largest peak of memory, and this peak, among the first ranks of the roles and
-    the last rank of all.
+    the last rank of all: the expected one, or with `at_most` that of any step.
     """
     ranks = dict.fromkeys([*first_ranks(plan), plan.mesh.world_size - 1])
-    peaks = {rank: peak_nbytes(plan, rank) for rank in ranks}
+    peaks = {rank: peak_nbytes(plan, rank, at_most=at_most) for rank in ranks}
     rank = max(peaks, key=peaks.__getitem__)
     return rank, peaks[rank]
+
+
+def at_most_text(plan: Plan) -> str:
+    """Says how much memory the fullest rank may need, if the data decides; else an empty text."""
+    (_, expected), (rank, most) = fullest_rank(plan), fullest_rank(plan, at_most=True)
+    if most == expected:
+        return ""
+    return f"at most {format_nbytes(most)} (rank {rank}), if all tokens choose the experts of one rank"
 
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:

@@ -183,12 +183,9 @@ def _param_row(
     param_sharding: ParamSharding, local_numel: tuple[int, ...], sharding: ShardingPlan, parameters: str
 ) -> ParamRow:
     weight, width = param_sharding.param, param_sharding.param.itemsize(parameters)
-    layout = (
-        "; ".join(
-            (*_placement_texts(param_sharding), *_gathered_output_text(param_sharding, sharding, width))
-        )
-        or "replicated"
-    )
+    texts = _placement_texts(param_sharding, sharding)
+    gathered = _gathered_output_text(param_sharding, sharding, width)
+    layout = "; ".join((*texts, *gathered)) or "replicated"
     nbytes, local_nbytes = weight.numel * width, tuple(numel * width for numel in local_numel)
     ranks = sharding.mesh.group_size(_shardable_axes(sharding))
     reason = "" if param_sharding.sliced_dims else _reason(param_sharding)
@@ -208,8 +205,13 @@ def _param_row(
     )
 
 
-def _placement_texts(param_sharding: ParamSharding) -> Iterator[str]:
-    for axis, dim in param_sharding.sliced_dims.items():
+def _placement_texts(param_sharding: ParamSharding, sharding: ShardingPlan) -> Iterator[str]:
+    experts = {name for call in sharding.model_spec.experts_calls for name in call.params}
+    dims, axes = param_sharding.sliced_dims, list[str]()
+    if not experts.isdisjoint(param_sharding.param.names):
+        axes = [axis for axis in AXES if dims.get(axis) == 0]
+        yield from [f"{' '.join(axes)}: {param_sharding.param.shape[0]} experts"] if axes else []
+    for axis, dim in ((axis, dim) for axis, dim in dims.items() if axis not in axes):
         unit = "tokens" if param_sharding.param.role in VOCAB_ROLES else "features"
         yield f"{axis}: {_split_text(param_sharding.param.dim_split(dim), unit)}"
     if param_sharding.flat_shard_axes:

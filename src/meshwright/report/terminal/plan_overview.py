@@ -14,6 +14,7 @@ What does not fit is shortened in this order: the timeline, explanations, notes.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
@@ -31,6 +32,7 @@ from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
 from meshwright.report.terminal.memory_and_sent_bytes import (
+    at_most_text,
     busiest_rank,
     expected_text,
     first_ranks,
@@ -69,6 +71,10 @@ SHOWN_ABOVE = (  # of `plan_summary`: said by the sections here
 TOO_LARGE = (
     "the peak is above the memory of the device: use a smaller micro_batch, activation_checkpointing, or "
     "more ranks along dp_shard, tp or pp (docs/howto/out_of_memory.md)"
+)
+MAY_BE_TOO_LARGE = (
+    "the peak fits if experts are chosen alike, and may be above the memory of the device if not: set "
+    "checkpoint_load of expert_parallel to 1, use a smaller micro_batch, or more ranks along ep or dp_shard"
 )
 TOO_LARGE_ON_HOST = (
     "a rank needs {} of host memory, and the host has {} for each device: shard over more ranks (zero, "
@@ -145,9 +151,12 @@ class PlanOverview:
         return {name: text for name, text in self._summary.items() if name not in SHOWN_ABOVE}
 
     def _notes(self) -> Iterator[RenderableType]:
-        too_large = self.device is not None and self._fullest[1] > self.device.memory
+        memory = inf if self.device is None else self.device.memory
+        too_large = self._fullest[1] > memory
+        may_be = fullest_rank(self.plan, at_most=True)[1] > memory
         found = [
             *([(TOO_LARGE, "bold red")] if too_large else []),
+            *([(MAY_BE_TOO_LARGE, "bold red")] if may_be and not too_large else []),
             *self._host_notes(),
             *((note, "yellow") for note in (*self.plan.model_spec.notes, *idle_warnings(self.plan))),
             *((note, "green") for note in self.notes),
@@ -181,6 +190,8 @@ class PlanOverview:
                 style="bold red" if total > capacity else "",
             )
         yield head
+        if at_most := at_most_text(self.plan):
+            yield Text(f"  {at_most}", style="bold")
         yield Table(
             ["", Column("", format_nbytes), Column("", "{:.0f} %"), ""],
             [

@@ -26,9 +26,19 @@ MAX_ROLES = 6  # roles in a table
 
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
-    """Returns the peak memory and the bytes sent of `plan` by role, and the seconds if they are predicted."""
-    peak_nbytes = {role.name: peak_nbytes_by_category(plan, role.ranks[0]) for role in plan.program.roles}
-    values = {"peak_memory": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
+    """Returns the peak memory and the bytes sent of `plan` by role, and the seconds if they are predicted.
+
+    The peak is the expected one; `peak_memory_at_most` is that of any step, if it differs.
+    """
+    peaks, most = (
+        {
+            role.name: peak_nbytes_by_category(plan, role.ranks[0], at_most=is_most)
+            for role in plan.program.roles
+        }
+        for is_most in (False, True)
+    )
+    at_most = {} if most == peaks else {"peak_memory_at_most": most}
+    values = {"peak_memory": peaks, **at_most, "sent": sent_nbytes_by_role(plan)}
     return values if prediction is None else {**values, **prediction.as_dict()}
 
 

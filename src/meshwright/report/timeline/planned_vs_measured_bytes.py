@@ -22,6 +22,7 @@ CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
         "saved activations": "activations",
         "output gradient": "activations",
         "scratch": "activations",
+        **dict.fromkeys(("saved pairs", "saved rows", "saved sums", "experts scratch"), "activations"),
     },
     **dict.fromkeys(("deferred gradient", "RECV", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"), "activations"),
     **{
@@ -64,8 +65,8 @@ def planned_memory(
         for kind, nbytes in (sizes.pop(name) for name in again):
             now[kind] -= nbytes
         for hold in (each for each in action.allocations if each.tier == "device"):
-            sizes[hold.name] = (memory_category(hold.name), hold.max_nbytes)
-            now[sizes[hold.name][0]] += hold.max_nbytes
+            sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
+            now[sizes[hold.name][0]] += hold.nbytes
         most |= now
         peak = Counter(now) if now.total() > peak.total() else peak
         for name in (name for name in action.frees if name not in again):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.step.memory.memory_names import SCRATCH
+from meshwright.plan.step.memory.memory_names import EXPERTS_SCRATCH, SCRATCH
 from meshwright.plan.step.program import Action, Program, Role
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan, qualified_name, simulate
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
@@ -194,14 +194,17 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     found, now = {}, dict[str, int]()
     for action in actions:
         now |= {
-            hold.name: hold.max_nbytes
+            hold.name: hold.nbytes
             for hold in action.allocations
             if memory_category(hold.name) == "activations"
         }
         during = sum(now.values())
         for name in action.frees:
             now.pop(name, None)
-        found[action.name] = during, sum(nbytes for name, nbytes in now.items() if name != SCRATCH)
+        found[action.name] = (
+            during,
+            sum(nbytes for name, nbytes in now.items() if name not in (SCRATCH, EXPERTS_SCRATCH)),
+        )
     return found
 
 

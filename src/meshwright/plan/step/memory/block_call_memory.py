@@ -54,7 +54,7 @@ def activation_memory(view: RankView, job: Job, num_samples: int) -> dict[str, A
     full_numels = dict(
         zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)
     )
-    param_fractions = _local_param_fractions(view) if loads else {}
+    param_fractions = local_param_fractions(view) if loads else {}
     found = {}
     for block_call, share in view.work_share.block_shares.items():
         found[block_call] = ActivationMemory(
@@ -109,7 +109,8 @@ def _mask_numel(view: RankView, block_call: str, num_samples: int) -> int:
     return round(found * view.work_share.token_fraction(block_call))
 
 
-def _local_param_fractions(view: RankView) -> dict[str, Fraction]:
+def local_param_fractions(view: RankView) -> dict[str, Fraction]:
+    """Returns the fraction of the parameters of each block call that a rank has."""
     local_numel, full_numel = Counter[str](), Counter[str]()
     head = view.work_share.chunked_head_call
     for param_sharding, logical in zip(view.param_shardings, view.logical_param_shardings, strict=True):
@@ -126,6 +127,13 @@ def _local_param_fractions(view: RankView) -> dict[str, Fraction]:
         for block_call, numel in full_numel.items()
         if numel
     }
+
+
+def saved_fraction(view: RankView, block_call: str) -> Fraction:
+    """Returns the fraction of the saved activations of `block_call` that a rank has."""
+    saved = dict(zip(view.model_spec.block_calls, view.model_spec.saved_numel, strict=False)).get(block_call)
+    local = view.work_share.block_shares[block_call].saved_numel
+    return Fraction(local, saved) if saved else view.work_share.token_fraction(block_call)
 
 
 def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:

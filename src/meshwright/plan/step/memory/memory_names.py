@@ -3,6 +3,7 @@
 from meshwright.plan.sharding.param_sharding import ParamGroup
 
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
+EXPERTS_SCRATCH = "experts scratch"  # that part of it which the choice of experts decides
 
 
 def sum_name(param_group: ParamGroup) -> str:
@@ -38,3 +39,18 @@ def deferred_grad_name(block_call: str, microbatch: int) -> str:
 def saved_activations_name(block_call: str, microbatch: int | None) -> str:
     """Returns the name of the saved activations of a block call, held until its backward."""
     return f"saved activations({block_call}, {microbatch})"
+
+
+def saved_pairs_name(block_call: str, number: int, microbatch: int | None) -> str:
+    """Returns the name of what a call of experts saves of pairs of a token and an expert."""
+    return f"saved pairs({block_call}, {number}, {microbatch})"
+
+
+def saved_rows_name(block_call: str, number: int, microbatch: int | None) -> str:
+    """Returns the name of the rows that a call of experts keeps to compute on them once more."""
+    return f"saved rows({block_call}, {number}, {microbatch})"
+
+
+def saved_sums_name(block_call: str, number: int, microbatch: int | None) -> str:
+    """Returns the name of the sums over experts that a call of experts saves."""
+    return f"saved sums({block_call}, {number}, {microbatch})"
