@@ -49,7 +49,10 @@ of the time of the experts (one thread; 4 experts of 512 features and 32 of 128)
 The experts are one module with weights [experts, ...], called with rows, indices and weights
 (transformers' experts interface, `meshwright.nn.MixtureOfExperts`); or on every token each, with zeros where
 an expert is not chosen (Llama 4): then a row goes to each chosen expert, not to each rank, and `over` is
-without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`).
+without `tp`. Experts over `tp` are not sliced along it too (`expert_tensor_parallel`). A list of modules,
+each called with the tokens that chose it, is refused: a call must return before the next begins, so each
+expert would need an all-to-all of its own, and loops that pass by experts without tokens would run these in
+another order on each rank.
 Paper: Lepikhin et al. 2020, "GShard", arXiv 2006.16668 (section 3.2); Fedus et al. 2021, "Switch
 Transformers", arXiv 2101.03961; DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437 (section 3.2.2: one copy of
 a token per node); Liu et al. 2025, "MoE Parallel Folding", arXiv 2504.14960.
@@ -321,20 +324,12 @@ def _dispatched(
 
 
 def _ends_of_return(call: ExpertsCall, view: RankView) -> tuple[str, ...]:
-    """Returns the modules at whose end sums must have returned: the shared experts, and the one with both;
-    none if nothing is computed meanwhile. With slices of layers, shared experts send too.
+    """Returns the modules at whose end sums must have returned: the shared experts, and around them the one
+    that calls both; none if nothing is computed meanwhile. With slices of layers, shared experts send too.
     """
-    around = ".".join(_common_path(call.name, call.shared_experts))
-    is_apart = bool(call.shared_experts and around) and call.form == "choice"
-    return (call.shared_experts, around) if is_apart and not view.plan.param_slice_axes else ()
-
-
-def _common_path(one: str, other: str) -> Iterator[str]:
-    """Yields the parts of the name of the innermost module with both."""
-    for part, same in zip(one.split("."), other.split("."), strict=False):
-        if part != same:
-            break
-        yield part
+    caller = call.name.rpartition(".")[0]
+    is_apart = bool(call.shared_experts and caller) and call.form == "choice"
+    return (call.shared_experts, caller) if is_apart and not view.plan.param_slice_axes else ()
 
 
 def _finished(dispatch: ExpertDispatch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
