@@ -238,3 +238,10 @@ def test_experts_and_slices_of_each_along_one_axis_are_refused(order: int):
 def test_tokens_that_are_slices_along_tp_are_refused():
     text = refusal(mw.Mesh(tp=2), ("tp",), TP, mw.SequenceParallel())
     assert "the residual stream is sharded along tp" in text
+
+
+def test_experts_have_buckets_of_their_own_where_they_are_summed_along_fewer_axes():
+    plan = mw.make_plan(analyzed_mixtral(4), sgd_job(), mw.Mesh(ep=2, dp_shard=2), expert_strategies())
+    reduces = [each for each in plan.for_rank(0).actions if each.kind == "REDUCE" and each.transfer]
+    axes = {("experts" in name, each.transfer.axes) for each in reduces for name in each.tensors}
+    assert axes == {(True, ("dp_shard",)), (False, ("dp_shard", "ep"))}
