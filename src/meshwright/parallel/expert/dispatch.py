@@ -62,6 +62,7 @@ class ExpertPlaces:
     num_ranks: int
     num_summed: int = 1
     summed_index: int = 0
+    axes: tuple[str, ...] = ()  # along which rows travel
 
     @property
     def all_ranges(self) -> list[tuple[int, int]]:
@@ -131,7 +132,6 @@ class ExpertDispatch:
     def __init__(
         self,
         runtime: Runtime,
-        axes: tuple[str, ...],
         call: ExpertsCall,
         places: ExpertPlaces,
         number: int,
@@ -141,7 +141,7 @@ class ExpertDispatch:
         state = runtime.state
         self._unfinished: _Unfinished | None = None
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
-        self._group: Group = state.world.group(axes)
+        self._group: Group = state.world.group(places.axes)
         self._places, self._checkpoint_load = places, checkpoint_load
         self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device

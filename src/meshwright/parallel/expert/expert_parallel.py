@@ -230,9 +230,7 @@ class ExpertParallel(Strategy):
             for number, call in _numbered(view.model_spec.experts_calls):
                 places = self._places(call, view)
                 load = load_of_chunk(call, self.checkpoint_load)
-                dispatch = ExpertDispatch(
-                    runtime, self.dispatch_axes, call.routed, places, number, microbatches, load
-                )
+                dispatch = ExpertDispatch(runtime, call.routed, places, number, microbatches, load)
                 sum_axes = [axis for axis in self.sum_axes if view.plan.mesh.size(axis) > 1]
                 ends = () if sum_axes else _ends_of_return(call, view)
                 run = dispatch.start if ends else dispatch.run
@@ -285,6 +283,7 @@ class ExpertParallel(Strategy):
             mesh.group_size(self.dispatch_axes),
             mesh.group_size(self.sum_axes),
             mesh.index(view.coordinate, self.sum_axes),
+            self.dispatch_axes,
         )
 
     def _traffic(
