@@ -5,6 +5,7 @@ routing_loops      the algorithms of the papers, token by token
 mixtral_steps      training steps of a Mixtral on several ranks: ours and that of transformers
 expert_vs_peers    seconds and bytes of a step, against transformers' expert parallelism
 expert_bytes       bytes between ranks: the law, the ledger, and transformers
+expert_memory      peaks of live bytes, against what plan expects, and against its most
 expert_resume      checkpoints cross from plan to plan and back, bit by bit
 layer_steps        forward and backward of one layer: ours, transformers' and DeepSpeed's
 expert_layer_vs_peers   their seconds

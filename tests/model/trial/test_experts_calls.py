@@ -31,7 +31,7 @@ class ReadBefore(mw.nn.MixtureOfExperts):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         routes = self.routing.route(hidden, self.router)
-        output = 2 * self._run_experts(hidden.flatten(0, 1), routes).view(hidden.shape)
+        output = 2 * self.expert_rows(self.experts, hidden.flatten(0, 1), routes).view(hidden.shape)
         return output + self.shared(hidden)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.api import make_plan
+from meshwright.api import make_plan, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -71,6 +71,8 @@ def trained(plan: Plan, steps: int = 3) -> list[dict[str, object]]:
             before = dict(world.ledger.copied_nbytes)
             metrics = executor.step({key: value[rows] for key, value in BATCH.items()})
             found[f"loss {step}"] = torch.tensor([metrics.loss, metrics.grad_norm])
+        evaluated = executor.evaluate([{key: value[rows] for key, value in BATCH.items()}])
+        found["evaluation"] = torch.tensor(evaluated.loss)
         saved = executor.state_dict().items()
         found |= {name: value.values if isinstance(value, TensorShard) else value for name, value in saved}
         found = bits({**executor.gather_parameters(use_masters=True), **found})
@@ -187,6 +189,11 @@ def test_other_ways_to_sum_and_to_update_are_refused(
     offload = MODES["gradients"] if "shard" in text else Offload()
     with pytest.raises(PlanError, match=text):
         make_plan(ANALYZED, job, mesh, (*strategies, offload), micro_batch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_finds_the_messages_of_the_plan(mode: str):
+    assert trace(ANALYZED, plan_of(ANALYZED, 2, (*STORES["zero 3"], MODES[mode]))).passed
 
 
 def test_a_shard_is_gathered_after_it_was_fetched():

@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.model.recording.forward_recording import (
     AtenOp,
+    BlockEnd,
     BlockStart,
     Event,
     ModuleEnd,
@@ -81,19 +82,17 @@ def choice_biases(module: nn.Module, calls: Iterable[ExpertsCall]) -> Iterator[C
 
 def _called_meanwhile(events: Iterable[Event], result: object) -> str:
     """Returns the last module of whose whole call `events` tell before an operation reads `result`, or the
-    module that called the experts ends; "" if there is none. A view of `result` does not read it.
+    block call ends; "" if there is none. A view of `result` does not read it.
     """
     storages = {each.storage for each in tensor_records(result)}
     depth, found = 0, ""
     for event in events:
         if type(event) is ModuleStart:
             depth += 1
-        elif type(event) is ModuleEnd:
+        elif type(event) is ModuleEnd and depth:  # the others have called the experts
             depth -= 1
-            if depth < 0:
-                break
             found = found if depth else event.name
-        elif type(event) is AtenOp and _reads(event, storages):
+        elif type(event) is BlockEnd or (type(event) is AtenOp and _reads(event, storages)):
             break
     return found
 

@@ -14,7 +14,7 @@ host, which waits for a GPU there and nowhere else.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import comb
+from math import comb, inf
 from typing import Any, NamedTuple
 
 import torch
@@ -55,14 +55,15 @@ def index_dtype(weights: torch.dtype) -> str:
 class ExpertPlaces:
     """The ranks that have the experts of a layer: `num_ranks` to which rows travel, each `num_summed` times.
 
-    Rows travel to ranks of the same `summed_index` alone; what these ranks compute is summed afterwards.
+    Rows travel to ranks of the same `summed_index` alone; what these ranks compute is summed afterwards. A
+    rank with more than `checkpoint_load` times the pairs that it expects computes them in chunks.
     """
 
     num_experts: int
     num_ranks: int
     num_summed: int = 1
     summed_index: int = 0
-    axes: tuple[str, ...] = ()  # along which rows travel
+    checkpoint_load: float = inf
 
     @property
     def all_ranges(self) -> list[tuple[int, int]]:
@@ -125,24 +126,23 @@ class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank.
 
     Rows travel along `axes`, which may be none: then nothing is computed in chunks. `microbatches` are those
-    of the planned actions, by name. A rank with more than `checkpoint_load` times the pairs that it expects
-    computes them in chunks.
+    of the planned actions, by name.
     """
 
     def __init__(
         self,
         runtime: Runtime,
+        axes: tuple[str, ...],
         call: ExpertsCall,
         places: ExpertPlaces,
         number: int,
         microbatches: Mapping[str, int | None],
-        checkpoint_load: float,
     ) -> None:
         state = runtime.state
         self._unfinished: _Unfinished | None = None
         self._state, self._call, self._number, self._microbatches = state, call, number, microbatches
-        self._group: Group = state.world.group(places.axes)
-        self._places, self._checkpoint_load = places, checkpoint_load
+        self._group: Group = state.world.group(axes)
+        self._places = places
         self._first, self._end = places.ranges[self._group.index]
         self._firsts: torch.Tensor | None = None  # of all ranks but the first, on the device
         precision = state.plan.job.precision
@@ -201,7 +201,7 @@ class ExpertDispatch:
 
         num_rows, num_pairs = (len(hidden), len(rows)), num_own + num_arriving
         expected = expected_pairs(self._call, len(index), self._group.size, self.num_local_experts)
-        max_pairs = chunk_size(expected, self._checkpoint_load)
+        max_pairs = chunk_size(expected, self._places.checkpoint_load)
         self._record_pairs(num_pairs, int(expected), max_pairs, sum(num_rows))
         if num_pairs > max_pairs:
             total, sums = add_in_chunks(results, self._module, (own, others), num_rows, max_pairs)

@@ -229,8 +229,9 @@ class ExpertParallel(Strategy):
             patches = runtime.state.patches
             for number, call in _numbered(view.model_spec.experts_calls):
                 places = self._places(call, view)
-                load = load_of_chunk(call, self.checkpoint_load)
-                dispatch = ExpertDispatch(runtime, call.routed, places, number, microbatches, load)
+                dispatch = ExpertDispatch(
+                    runtime, self.dispatch_axes, call.routed, places, number, microbatches
+                )
                 sum_axes = [axis for axis in self.sum_axes if view.plan.mesh.size(axis) > 1]
                 ends = () if sum_axes else _ends_of_return(call, view)
                 run = dispatch.start if ends else dispatch.run
@@ -283,7 +284,7 @@ class ExpertParallel(Strategy):
             mesh.group_size(self.dispatch_axes),
             mesh.group_size(self.sum_axes),
             mesh.index(view.coordinate, self.sum_axes),
-            self.dispatch_axes,
+            load_of_chunk(call, self.checkpoint_load),
         )
 
     def _traffic(
@@ -323,12 +324,20 @@ def _dispatched(
 
 
 def _ends_of_return(call: ExpertsCall, view: RankView) -> tuple[str, ...]:
-    """Returns the modules at whose end sums must have returned: the shared experts, and around them the one
-    that calls both; none if nothing is computed meanwhile. With slices of layers, shared experts send too.
+    """Returns the modules at whose end sums must have returned: the shared experts, and the one with both;
+    none if nothing is computed meanwhile. With slices of layers, shared experts send too.
     """
-    caller = call.name.rpartition(".")[0]
-    is_apart = bool(call.shared_experts and caller) and call.form == "choice"
-    return (call.shared_experts, caller) if is_apart and not view.plan.param_slice_axes else ()
+    around = ".".join(_common_path(call.name, call.shared_experts))
+    is_apart = bool(call.shared_experts and around) and call.form == "choice"
+    return (call.shared_experts, around) if is_apart and not view.plan.param_slice_axes else ()
+
+
+def _common_path(one: str, other: str) -> Iterator[str]:
+    """Yields the parts of the name of the innermost module with both."""
+    for part, same in zip(one.split("."), other.split("."), strict=False):
+        if part != same:
+            break
+        yield part
 
 
 def _finished(dispatch: ExpertDispatch, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

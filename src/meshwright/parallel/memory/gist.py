@@ -43,7 +43,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ReluActivations, block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
+from meshwright.plan.step.memory.memory_names import SCRATCH, VALUES_NOT_ZERO, saved_activations_name
 from meshwright.plan.step.program import Action, Allocation, Program, RuntimeSize
 from meshwright.plan.step.single_device_program import INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -167,7 +167,7 @@ def _matches(block_call: str, pattern: str) -> bool:
 
 
 def _values_name(block_call: str, microbatch: int | None) -> str:
-    return f"values not zero({block_call}, {microbatch})"
+    return f"{VALUES_NOT_ZERO}({block_call}, {microbatch})"
 
 
 def _local(activations: ReluActivations, view: RankView, num_samples: int) -> ReluActivations:

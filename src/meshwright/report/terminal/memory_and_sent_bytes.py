@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
@@ -109,7 +110,11 @@ def at_most_text(plan: Plan) -> str:
     (_, expected), (rank, most) = fullest_rank(plan), fullest_rank(plan, at_most=True)
     if most == expected:
         return ""
-    return f"at most {format_nbytes(most)} (rank {rank}), if all tokens choose the experts of one rank"
+    sizes = (hold for action in plan.for_rank(rank).actions for hold in action.allocations)
+    are_values = {hold.name.startswith(VALUES_NOT_ZERO) for hold in sizes if hold.runtime_size is not None}
+    reasons = {True: "no result of ReLU is zero", False: "all tokens choose the experts of one rank"}
+    why = " and ".join(reasons[each] for each in sorted(are_values))
+    return f"at most {format_nbytes(most)} (rank {rank}), if {why}"
 
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:

@@ -3,6 +3,7 @@
 from meshwright.plan.sharding.param_sharding import ParamGroup
 
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
+VALUES_NOT_ZERO = "values not zero"  # of results of ReLU that `gist` encodes
 EXPERTS_SCRATCH = "experts scratch"  # that part of it which the choice of experts decides
 
 
