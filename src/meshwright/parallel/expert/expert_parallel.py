@@ -41,7 +41,7 @@ Cost: three messages forward and two backward per call; on a GPU one read of cou
 for the one whose experts are chosen most. Shared experts are computed while the sums return, and their
 backward while the gradients of the sums travel, if the block calls them between the experts and the first
 operation on what these return (DeepSeek-V3, GLM-4, `meshwright.nn.MixtureOfExperts`): with one layer on 2
-hosts joined at 150 Mbit/s a step took 0.89 x the time.
+hosts a step took 0.89 x the time at 150 Mbit/s; at 500 no gain was seen (1.05 x, quartiles 0.91 and 1.16).
 Limits: all other messages are exposed: the rows on their way to experts; those beside shared experts that the
 model calls first (Qwen2-MoE) or that tensor parallelism shards; and no other microbatch computes meanwhile
 (DualPipe). Own pairs are not computed apart while others travel: two products in place of one cost 3 to 7 %
