@@ -27,6 +27,14 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
+def _address(storage: torch.UntypedStorage) -> int:
+    """Returns where a storage lies; 0 if it has no memory: that of a fake tensor."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
+
+
 def live_storages() -> dict[int, int]:
     """Returns the bytes of every storage of a tensor or gradient that Python can reach, by address."""
     storages = {}
@@ -38,7 +46,7 @@ def live_storages() -> dict[int, int]:
             for tensor in (found, _gradient(found)):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
+                    storages[_address(storage)] = storage.nbytes()
     storages.pop(0, None)  # of tensors without memory
     return storages
 

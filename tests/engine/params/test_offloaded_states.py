@@ -4,8 +4,8 @@ import gc
 from unittest.mock import patch
 
 import pytest
-import torch
 
+from benchmarks.harness.live_bytes import live_bytes
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.memory.offload import Offload
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
@@ -29,12 +29,7 @@ def planned(*strategies: object) -> Plan:
 def live_nbytes() -> int:
     """The bytes of all storages that tensors of this process hold."""
     gc.collect()
-    storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return live_bytes()
 
 
 def held(plan: Plan) -> int:

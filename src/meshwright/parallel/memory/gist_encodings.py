@@ -2,7 +2,7 @@
 
     result of relu        a bit per element: whether its gradient passes, so whether it is not <= 0
     the same, also saved  a bit per element: whether it is anything but +0; and these elements, in order
-    by what reads it      (one bit serves both if no result is -0)
+    by what reads it      (on a CPU one bit serves both if no result is -0; elsewhere the host would wait)
     positions of maxima   their place in the pooling window, as uint8
 
 Both runs of a block call the same kernels on the same bits; only what rests between them differs.
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -55,7 +56,7 @@ def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
     """Whether numpy can work on the tensor: it packs and searches bits 10 times faster than torch."""
-    return tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ReluResult:
             return
         mask = result.view(_BITS[result.itemsize]) != 0
         bits = pack_bits(mask)
-        same = self.passes is not None and torch.equal(bits, self.passes)
+        same = self.passes is not None and _is_on_cpu(bits) and torch.equal(bits, self.passes)
         self.nonzero = self.passes if same else bits
         self.values = result.flatten().index_select(0, _places(mask))
 
@@ -101,7 +102,8 @@ class ReluResult:
             raise RuntimeError("the values of this result were not kept: call keep_values in the forward")
         mask = unpack_bits(self.nonzero, self.shape)
         flat = self.values.new_zeros(self.shape.numel())
-        return self._strided(flat.scatter_(0, _places(mask), self.values).view(self.shape))
+        places = _places(mask, len(self.values))
+        return self._strided(flat.scatter_(0, places, self.values).view(self.shape))
 
     def _strided(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.stride() == self.stride:
@@ -111,9 +113,16 @@ class ReluResult:
         )
 
 
-def _places(mask: torch.Tensor) -> torch.Tensor:
+def _places(mask: torch.Tensor, number: int | None = None) -> torch.Tensor:
+    """Returns where `mask` is set, in `number` places if that is known: then no host waits for a GPU. Of fake
+    tensors half are set.
+    """
     flat = mask.flatten()
-    return torch.from_numpy(np.flatnonzero(flat.numpy())) if _is_on_cpu(flat) else flat.nonzero().squeeze(1)
+    if isinstance(flat, FakeTensor):
+        return flat.new_zeros(flat.numel() // 2, dtype=torch.int64)
+    if _is_on_cpu(flat):
+        return torch.from_numpy(np.flatnonzero(flat.numpy()))
+    return (flat.nonzero() if number is None else flat.nonzero_static(size=number)).squeeze(1)
 
 
 @dataclass(frozen=True)
