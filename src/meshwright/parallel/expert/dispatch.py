@@ -111,6 +111,21 @@ def call_position(call: ExpertsCall, view: RankView) -> float:
     return max(before, default=-1) + 0.5
 
 
+def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
+    """Returns how many tokens of a sample a rank gives to the experts."""
+    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
+
+
+def most_tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
+    """Returns how many rows a rank may give to the experts for a sample: all tokens, if experts choose among
+    those of all ranks.
+    """
+    sequence_info = view.plan.model_spec.sequence_info
+    if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
+        return call.num_tokens
+    return tokens_per_sample(call, view)
+
+
 class _Unfinished(NamedTuple):
     """What a call of experts has returned, without the sums of other ranks: `result` is `total` in the dtype
     of the tokens, or `total` itself; `away` are the tokens to which the sums are added.

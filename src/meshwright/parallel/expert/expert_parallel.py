@@ -78,6 +78,8 @@ from meshwright.parallel.expert.dispatch import (
     call_position,
     count_names,
     expected_rows,
+    most_tokens_per_sample,
+    tokens_per_sample,
     weights_dtype,
 )
 from meshwright.parallel.expert.expert_memory import RoutedCall, add_experts_memory, load_of_chunk
@@ -272,7 +274,7 @@ class ExpertParallel(Strategy):
                 self._places(call, view),
             )
             first, end = places.ranges[index]
-            tokens = num_samples * tokens_per_sample(call.routed, view)
+            tokens = num_samples * most_tokens_per_sample(call.routed, view)
             sizes = tokens, traffic.sent, traffic.received
             calls.append(RoutedCall(call, number, places.num_ranks, end - first, *sizes))
         return add_experts_memory(actions, calls, view, job, self.checkpoint_load)
@@ -290,17 +292,15 @@ class ExpertParallel(Strategy):
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        mesh, sequence_info = view.plan.mesh, view.plan.model_spec.sequence_info
+        mesh, most = view.plan.mesh, num_samples * most_tokens_per_sample(call, view)
         axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
         tokens_by_rank = [
             num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
             for rank in mesh.peers(mesh.rank(view.coordinate), axes)
         ]
         sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
-        own, others = tokens_by_rank[index], sum(tokens_by_rank) - tokens_by_rank[index]
-        if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
-            own = num_samples * call.num_tokens  # choices of experts: one rank may have all tokens chosen
-            others = own * (len(tokens_by_rank) - 1)
+        own, others = most, sum(tokens_by_rank) - tokens_by_rank[index]
+        others = others if most == tokens_by_rank[index] else most * (len(tokens_by_rank) - 1)
         return _Traffic(
             mesh,
             axes,
@@ -393,11 +393,6 @@ def _numbered(calls: Sequence[ExpertsCall]) -> Iterator[tuple[int, ExpertsCall]]
     for call in calls:
         seen[call.block_call] = seen.get(call.block_call, -1) + 1
         yield seen[call.block_call], call
-
-
-def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
-    """Returns how many tokens of a sample a rank gives to the experts."""
-    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
 
 
 @dataclass(frozen=True)
