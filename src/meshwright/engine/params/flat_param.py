@@ -113,9 +113,9 @@ class FlatParam:
     def load_values(self, param_shard: ParamShard, values: torch.Tensor) -> None:
         """Copies the flat `values` of the part `param_shard` into the stepped tensor and the shard."""
         begin, end = param_shard.shard_offset, param_shard.shard_offset + param_shard.numel
-        for tensor in (self.optimizer_tensor, self.shard, self.host_weights):
-            if tensor is not None:
-                tensor[begin:end].copy_(values)
+        tensors = (self.optimizer_tensor, self.shard, self.host_weights)  # some may be one
+        for tensor in {id(each): each for each in tensors if each is not None}.values():
+            tensor[begin:end].copy_(values)
 
     def load_part(self, param_shard: ParamShard, full_values: torch.Tensor) -> None:
         """Copies the part `param_shard` of the weight's `full_values` likewise."""
