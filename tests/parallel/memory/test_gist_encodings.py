@@ -138,3 +138,24 @@ def test_what_else_is_saved_can_be_rounded_but_not_weights():
     errors = [float((a - b).norm() / a.norm()) for a, b in zip(plain[1:], rounded[1:], strict=True)]
     assert 0 < max(errors) < 2**-8
     assert errors[1 + 3] == 0  # the gradient of the last bias reads no activation
+
+
+class Views(nn.Module):
+    """Saves three views of one tensor: [2, 3, 4] and its transpose, and [6, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return torch.bmm(x, x.transpose(1, 2)) @ self.last(x)
+
+
+def test_views_of_one_tensor_are_rounded_each_in_its_shape():
+    torch.manual_seed(0)
+    module, x = Views(), torch.randn(2, 3, 4)
+    plain = gradients(module, x, None)
+    rounded = gradients(module, x, GistEncoder(lambda number: None, torch.bfloat16))
+    errors = [float((a - b).norm() / a.norm()) for a, b in zip(plain[1:], rounded[1:], strict=True)]
+    assert 0 < max(errors) < 2**-6

@@ -185,7 +185,7 @@ class GistEncoder(TorchFunctionMode):
         self._in_relu: list[ReluResult] | None = None
         self._window: PoolWindow | None = None
         self._results: dict[Key, tuple[StorageWeakRef, ReluResult]] = {}
-        self._narrow: dict[Key, tuple[StorageWeakRef, torch.Tensor]] = {}
+        self._narrow: dict[tuple[object, ...], tuple[StorageWeakRef, torch.Tensor]] = {}  # by view
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
@@ -265,10 +265,11 @@ class GistEncoder(TorchFunctionMode):
             return tensor
         if isinstance(tensor, torch.nn.Parameter) or tensor.untyped_storage()._cdata in self._kept:
             return tensor
-        storage, cast = self._narrow.get(_key(tensor), (None, None))
+        view = _key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        storage, cast = self._narrow.get(view, (None, None))
         if storage is None or storage.expired() or cast is None:
             cast = tensor.to(narrow)
-            self._narrow[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), cast
+            self._narrow[view] = StorageWeakRef(tensor.untyped_storage()), cast
         return lambda: cast.to(dtype)
 
 
