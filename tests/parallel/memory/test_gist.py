@@ -150,3 +150,26 @@ def test_a_model_without_relu_is_refused_and_a_wrong_pattern_too():
         planned(Mesh(), Gist(blocks=("block",)))
     with pytest.raises(PlanError, match=r"(?s)it saves 0 bytes.*leave out its `blocks`"):
         planned(Mesh(), Gist(blocks=("head",)))
+
+
+class OneBlock(nn.Module):
+    """A model without a list of modules: it runs as one block, the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.mark.parametrize("backward_dtype", ["", "bfloat16"])
+def test_a_model_that_runs_as_one_block_is_encoded(backward_dtype: str):
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
+    analyzed = analyze(OneBlock(), batch, loss=token_cross_entropy())
+    job = sgd_job()
+    job = replace(job, train=replace(job.train, batch=4))
+    mesh = Mesh(dp_shard=2)
+    strategies = (*default_strategies(mesh, analyzed.model_spec), Gist(backward_dtype=backward_dtype))
+    verdict = verify(analyzed, make_plan(analyzed, job, mesh, strategies), [batch])
+    assert verdict.passed, verdict
