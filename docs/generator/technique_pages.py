@@ -28,6 +28,7 @@ SHARED = (
     "context/memory_model",
     "context/ring_attention",
     "context/context_parallel_strategy",
+    "memory/block_patterns",
     "memory/gist_encodings",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",

@@ -119,9 +119,7 @@ class ExpertParallel(Strategy):
     name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
     over: tuple[str, ...] = field(default=("ep",), metadata=one_of(*OVER_AXES))
-    checkpoint_load: float = field(
-        default=EXPERT_LOAD, metadata=at_least(1, "write a number from 1 up; mesh.ep never recomputes")
-    )
+    checkpoint_load: float = field(default=EXPERT_LOAD, metadata=at_least(1, "write a number from 1 up"))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -292,22 +290,21 @@ class ExpertParallel(Strategy):
     def _traffic(
         self, call: ExpertsCall, number: int, view: RankView, job: Job, num_samples: int
     ) -> "_Traffic":
-        mesh, most = view.plan.mesh, num_samples * most_tokens_per_sample(call, view)
-        axes, index = self.dispatch_axes, mesh.index(view.coordinate, self.dispatch_axes)
-        tokens_by_rank = [
-            num_samples * tokens_per_sample(call, RankView(view.plan, mesh.coordinate(rank)))
-            for rank in mesh.peers(mesh.rank(view.coordinate), axes)
-        ]
-        sent, received = expected_rows(call, self._places(call, view), tokens_by_rank, index)
-        own, others = most, sum(tokens_by_rank) - tokens_by_rank[index]
-        others = others if most == tokens_by_rank[index] else most * (len(tokens_by_rank) - 1)
+        mesh, axes = view.plan.mesh, self.dispatch_axes
+        index, peers = mesh.index(view.coordinate, axes), mesh.peers(mesh.rank(view.coordinate), axes)
+        views = [RankView(view.plan, mesh.coordinate(rank)) for rank in peers]
+        tokens, most = (
+            [num_samples * per_sample(call, each) for each in views]
+            for per_sample in (tokens_per_sample, most_tokens_per_sample)
+        )
+        sent, received = expected_rows(call, self._places(call, view), tokens, index)
         return _Traffic(
             mesh,
             axes,
             call,
             number,
-            (sent, own * min(call.top_k, len(tokens_by_rank) - 1)),
-            (received, others),
+            (sent, most[index] * min(call.top_k, len(peers) - 1)),
+            (received, sum(most) - most[index]),
             job.precision.compute,
             call_position(call, view),
         )

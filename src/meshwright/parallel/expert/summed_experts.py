@@ -15,7 +15,7 @@ import torch
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.redistribute import redistribute
-from meshwright.parallel.expert.dispatch import call_position, weights_dtype
+from meshwright.parallel.expert.dispatch import call_position, tokens_per_sample, weights_dtype
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.rank_view import RankView
@@ -60,8 +60,7 @@ def _sums(
     call: ExpertsCall, view: RankView, job: Job, num_samples: int, axis: str, *, is_backward: bool
 ) -> Iterator[Transfer]:
     compute = job.precision.compute
-    share = view.work_share.token_fraction(call.block_call, call.name)
-    num_tokens = int(call.num_tokens * share) * num_samples
+    num_tokens = tokens_per_sample(call, view) * num_samples
     position = (-1 if is_backward else 1) * call_position(call, view) + AROUND_DISPATCH
     for is_needed, width, dtype in (
         (not is_backward or call.input_needs_grad, call.hidden_size, compute),

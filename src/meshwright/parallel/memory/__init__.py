@@ -1,6 +1,7 @@
 """Techniques that trade compute, or copies to the host, for memory.
 
 activation_checkpointing    blocks save only their inputs and recompute the rest before their backward
+block_patterns              patterns by which a technique chooses blocks
 chunked_loss                LM head and loss run on one chunk of tokens at a time
 gist                        results of ReLU and max pooling rest as bits and nonzero values
 gist_encodings              these encodings, while a block runs

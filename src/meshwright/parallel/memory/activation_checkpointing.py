@@ -38,14 +38,14 @@ recomputation).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from math import inf
 from typing import ClassVar
 
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
@@ -75,10 +75,7 @@ class ActivationCheckpointing(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         block_calls, location = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
-        for pattern in self.blocks:
-            if not any(_matches(block_call, pattern) for block_call in block_calls):
-                text = f"'{pattern}' matches no block of {sharding.model_spec.name}"
-                yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
+        yield from unmatched_patterns(self.blocks, sharding.model_spec, f"{location}.blocks")
         if not self.blocks and len(block_calls) == 1:
             text = (
                 f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at "
@@ -175,11 +172,7 @@ class ActivationCheckpointing(Strategy):
     def _is_selected(self, block_call: str, model_spec: ModelSpec) -> bool:
         if not self.blocks:
             return block_call != model_spec.block_calls[-1]
-        return any(_matches(block_call, pattern) for pattern in self.blocks)
-
-
-def _matches(block_call: str, pattern: str) -> bool:
-    return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
+        return matches_any(block_call, self.blocks)
 
 
 def _with_kept_inputs(actions: list[Action], view: RankView, job: Job) -> list[Action]:

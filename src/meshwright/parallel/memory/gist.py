@@ -30,21 +30,22 @@ Paper: Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from fnmatch import fnmatchcase
-from fractions import Fraction
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist_encodings import GistEncoder
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ReluActivations, block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.memory.memory_names import SCRATCH, VALUES_NOT_ZERO, saved_activations_name
+from meshwright.plan.step.memory.block_call_memory import saved_fraction
+from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name, values_not_zero_name
 from meshwright.plan.step.program import Action, Allocation, Program, RuntimeSize
 from meshwright.plan.step.single_device_program import INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -73,10 +74,7 @@ class Gist(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         model_spec = sharding.model_spec
-        for pattern in self.blocks:
-            if not any(_matches(block_call, pattern) for block_call in model_spec.block_calls):
-                text = f"'{pattern}' matches no block of {model_spec.name}"
-                yield Diagnostic(text, suggest_name(pattern, model_spec.block_calls), f"{LOCATION}.blocks")
+        yield from unmatched_patterns(self.blocks, model_spec, f"{LOCATION}.blocks")
         if not self._encoded(model_spec.relu_activations) and not self.backward_dtype:
             text = f"it saves 0 bytes: no block of {model_spec.name} has a ReLU or a max pooling inside"
             fix = 'remove it, or set its backward_dtype = "bfloat16", which rounds what backward reads'
@@ -97,12 +95,13 @@ class Gist(Strategy):
             calls = [each for each in model_spec.block_calls if self._is_selected(each)]
         forwards = {action.name: action for action in runtime.state.plan.actions if action.kind == "F"}
         for block in dict.fromkeys(map(block_of, calls)):
-            runtime.state.patches.wrap_forward(block, partial(self._run, runtime, forwards))
+            runtime.state.patches.wrap_forward(block, partial(self._run, runtime, block, forwards))
         return {}
 
     def _run(
         self,
         runtime: Runtime,
+        block: str,
         forwards: Mapping[str, Action],
         forward: Callable[..., Any],
         *args: Any,
@@ -118,10 +117,11 @@ class Gist(Strategy):
             kept += number
 
         narrow = getattr(torch, self.backward_dtype) if self.backward_dtype else None
-        encoder = GistEncoder(count, narrow, _weights(runtime) if narrow else frozenset())
+        weights = _weights(runtime.state.trained_module.blocks[block]) if narrow else frozenset[int]()
+        encoder = GistEncoder(count, narrow, weights)
         with encoder.encoding():
             outputs = forward(*args, **kwargs)
-        name = _values_name(action.subject, action.microbatch)
+        name = values_not_zero_name(action.subject, action.microbatch)
         runtime.state.world.ledger.record_count(name, kept)
         return outputs
 
@@ -146,7 +146,7 @@ class Gist(Strategy):
                 return action
             frees, decoded = action.frees, activations.largest_numel * width
             if name in frees and activations.value_numel:
-                frees = (*frees, _values_name(action.subject, action.microbatch))
+                frees = (*frees, values_not_zero_name(action.subject, action.microbatch))
             grows = action.kind in INPUT_GRAD_KINDS
             allocations = tuple(
                 replace(each, nbytes=each.nbytes + decoded) if grows and each.name == SCRATCH else each
@@ -160,24 +160,13 @@ class Gist(Strategy):
         return [each for each in activations if self._is_selected(each.block_call)]
 
     def _is_selected(self, block_call: str) -> bool:
-        return not self.blocks or any(_matches(block_call, pattern) for pattern in self.blocks)
-
-
-def _matches(block_call: str, pattern: str) -> bool:
-    return fnmatchcase(block_call, pattern) or fnmatchcase(block_of(block_call), pattern)
-
-
-def _values_name(block_call: str, microbatch: int | None) -> str:
-    return f"{VALUES_NOT_ZERO}({block_call}, {microbatch})"
+        return not self.blocks or matches_any(block_call, self.blocks)
 
 
 def _local(activations: ReluActivations, view: RankView, num_samples: int) -> ReluActivations:
     """Returns `activations` of this rank, of a microbatch."""
-    block_call, model_spec = activations.block_call, view.model_spec
-    full = dict(zip(model_spec.block_calls, model_spec.saved_numel, strict=True))[block_call]
-    own = view.work_share.block_shares[block_call].saved_numel
-    share = Fraction(own, full) if full else view.work_share.token_fraction(block_call)
-    sizes = astuple(activations)[1:]
+    share = saved_fraction(view, activations.block_call)
+    block_call, *sizes = astuple(activations)
     return ReluActivations(block_call, *(int(numel * num_samples * share) for numel in sizes))
 
 
@@ -190,13 +179,12 @@ def _encoded_forward(forward: Action, activations: ReluActivations, width: int) 
         for each in forward.allocations
     ]
     if activations.value_numel:
-        values = _values_name(forward.subject, forward.microbatch)
+        values = values_not_zero_name(forward.subject, forward.microbatch)
         size = RuntimeSize(values, width, activations.value_numel // 2, activations.value_numel)
         allocations.append(Allocation(values, size.expected, size))
     return replace(forward, allocations=tuple(allocations))
 
 
-def _weights(runtime: Runtime) -> frozenset[int]:
-    module = runtime.state.trained_module.module
-    tensors = (*module.parameters(), *module.buffers())
+def _weights(block: nn.Module) -> frozenset[int]:
+    tensors = (*block.parameters(), *block.buffers())
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -80,15 +80,14 @@ class ReluResult:
         """Keeps what the backward of ReLU needs."""
         self.passes = pack_bits((result <= 0).logical_not_())
 
-    def keep_values(self, result: torch.Tensor) -> None:
-        """Keeps every bit of `result`."""
-        if self.values is not None:
-            return
+    def keep_values(self, result: torch.Tensor) -> int:
+        """Keeps every bit of `result`; returns the number of values that this takes."""
         mask = result.view(_BITS[result.itemsize]) != 0
         bits = pack_bits(mask)
         same = self.passes is not None and _is_on_cpu(bits) and torch.equal(bits, self.passes)
         self.nonzero = self.passes if same else bits
         self.values = result.flatten().index_select(0, _places(mask))
+        return len(self.values)
 
     def signs(self) -> torch.Tensor:
         """Returns 0 and 1 in place of the result, of which the backward of ReLU needs the sign."""
@@ -233,7 +232,7 @@ class GistEncoder(TorchFunctionMode):
         if not args or not isinstance(args[0], torch.Tensor) or self._find_result(args[0]) is None:
             return False
         if func in _POWER:
-            return args[1] == 2 if len(args) > 1 and isinstance(args[1], (int, float)) else False
+            return len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 2
         return func in _SQUARE or (func in _PRODUCT and len(args) > 1 and args[1] is args[0])
 
     def _find_result(self, tensor: torch.Tensor) -> ReluResult | None:
@@ -254,8 +253,7 @@ class GistEncoder(TorchFunctionMode):
             if result is None:
                 return self._narrowed(tensor)
             if result.values is None:
-                result.keep_values(tensor.as_strided(result.shape, result.stride, 0))
-                self._on_values(0 if result.values is None else result.values.numel())
+                self._on_values(result.keep_values(tensor.as_strided(result.shape, result.stride, 0)))
             view = tensor.shape, tensor.stride(), tensor.storage_offset()
             return lambda: result.decoded().as_strided(*view)
 

@@ -55,3 +55,8 @@ def saved_rows_name(block_call: str, number: int, microbatch: int | None) -> str
 def saved_sums_name(block_call: str, number: int, microbatch: int | None) -> str:
     """Returns the name of the sums over experts that a call of experts saves."""
     return f"saved sums({block_call}, {number}, {microbatch})"
+
+
+def values_not_zero_name(block_call: str, microbatch: int | None) -> str:
+    """Returns the name of the values that `gist` keeps of results of ReLU in a block call."""
+    return f"{VALUES_NOT_ZERO}({block_call}, {microbatch})"
