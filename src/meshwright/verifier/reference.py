@@ -6,8 +6,8 @@ numbers: initial values, the order of samples, and the stateless dropout.
 
 A plan in which every microbatch is an update of its own, at weights that are several updates old, computes
 something else. For it the loop replays the weight versions that its program states
-(plan/step/weight_stashing.py): still one model, its own forward, one backward. Where the host steps beside the
-next step (offload with a delay), gradients are those at weights that lack the last update, likewise.
+(plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
+beside the next step (offload with a delay): gradients are those at weights that lack the last update.
 """
 
 from collections.abc import Callable, Mapping, Sequence

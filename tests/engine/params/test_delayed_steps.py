@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
+from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -49,6 +50,7 @@ from tests.tiny_model import (
 )
 
 ANALYZED, BATCH = analyzed_model(), token_samples(NUM_SAMPLES)
+ROWS = {key: value[:12] for key, value in BATCH.items()}  # of one step
 DELAYED, SPLIT = Offload(step_on="host", delay=1), BatchSplit("dp_replicate")
 ADAMW = OptimizerConfig("adamw", lr=0.01)
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
@@ -176,29 +178,25 @@ def test_adamw_steps_with_gradients_of_older_weights():
     """Against torch's AdamW by hand, with clipping that always clips."""
     job = tiny_job(optimizer=replace(ADAMW, weight_decay=0.1))
     plan = plan_of(ANALYZED, 1, (DELAYED,), job=job)
-    rows = {key: value[:12] for key, value in BATCH.items()}
 
     def body(world: World) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         executor = executor_of(ANALYZED, plan, world)
         model, loss = executor.state.trained_module.module, token_cross_entropy()
         stepped = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-        groups = [
-            {"params": [p for p in stepped.values() if (p.ndim > 1) == decays], "weight_decay": 0.1 * decays}
-            for decays in (True, False)
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        groups, config = make_param_groups(job.optimizer, stepped), job.optimizer
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         used = {name: p.detach().clone() for name, p in stepped.items()}
         for _ in range(4):
             leaves = {name: value.clone().requires_grad_() for name, value in used.items()}
-            output = functional_call(model, leaves, (rows["input_ids"],))
-            (loss.total(output, rows) / loss.count(rows)).backward()
+            output = functional_call(model, leaves, (ROWS["input_ids"],))
+            (loss.total(output, ROWS) / loss.count(ROWS)).backward()
             used = {name: p.detach().clone() for name, p in stepped.items()}
             for name, parameter in stepped.items():
                 parameter.grad = leaves[name].grad
             torch.nn.utils.clip_grad_norm_(stepped.values(), job.train.clip)
             optimizer.step()
         for _ in range(4):
-            executor.step(rows)
+            executor.step(ROWS)
         found = executor.gather_parameters(use_masters=True), stepped
         executor.close()
         return found
@@ -217,10 +215,10 @@ def test_what_the_thread_raises_is_raised_by_the_next_step():
     def body(world: World) -> None:
         executor = executor_of(ANALYZED, plan, world)
         with patch.object(executor.state.update, "step", side_effect=Failed):
-            executor.step(BATCH)
+            executor.step(ROWS)
             with pytest.raises(Failed):
-                executor.step(BATCH)
-        executor.step(BATCH)
+                executor.step(ROWS)
+        executor.step(ROWS)
         executor.close()
 
     run_on_threads(body, plan.mesh)
@@ -274,7 +272,10 @@ def of_no_step(actions: list[Action]) -> list[Action]:
     ("change", "text"),
     [
         (without_previous_waits("FETCH_PARAM"), "FETCH_PARAM(head) does not wait for STEP(head) of the step"),
-        (without_previous_waits("OFFLOAD_GRAD"), "OFFLOAD_GRAD(head) does not wait for STEP(head) of the step"),
+        (
+            without_previous_waits("OFFLOAD_GRAD"),
+            "OFFLOAD_GRAD(head) does not wait for STEP(head) of the step",
+        ),
         (fetched_first, "replaces weights before B(embed, 0) has used them"),
         (of_no_step, "waits for STEP(spam) of the step before, which this rank does not run"),
     ],

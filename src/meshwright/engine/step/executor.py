@@ -42,7 +42,9 @@ from meshwright.engine.optim.make_optimizers import (
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import (
     SavedTensor,
+    device_weights_state_dict,
     filter_stage_state,
+    load_device_weights,
     load_model_state,
     load_optimizer_state,
     model_state_dict,
@@ -252,13 +254,12 @@ class StepExecutor:
 
         Of sharded tensors this rank returns its shard; of a parameter with a master, the master.
         """
-        delayed = self.state.offloaded.delayed_steps
-        delayed.wait_for_all()
+        self.state.offloaded.delayed_steps.wait_for_all()
         local_state = (
             model_state_dict(self.state)
             | optimizer_state_dict(self.state, self._initial_group_numbers)
             | self.state.strategy_tensors.state_dict()
-            | delayed.state_dict()
+            | device_weights_state_dict(self.state)
             | self.lr_schedule.state_dict()
         )
         return filter_stage_state(local_state, self.state.trained_module)
@@ -272,7 +273,7 @@ class StepExecutor:
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
         self.state.strategy_tensors.load_state_dict(state_dict)
-        self.state.offloaded.delayed_steps.load_state_dict(state_dict)
+        load_device_weights(self.state, state_dict)
         self.lr_schedule.load_state_dict(state_dict)
         self.steps_done = steps_done
 

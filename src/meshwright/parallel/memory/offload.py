@@ -51,13 +51,14 @@ With `delay = 1` the gradients of a step are computed at weights that lack the u
 
 so the numbers are not those of one device; `verify` compares with a replay of these weights in one process. A
 checkpoint holds the stepped weights, and those that the device computes with; a plan without delay that
-loads it continues from the stepped ones. Evaluations use the weights of the device. The first step of a run finds no
-optimizer states, so the device step copies the masters alone.
+loads it continues from the stepped ones. Evaluations use the weights of the device.
+
+The first step of a run finds no optimizer states, so the device step copies the masters alone.
 Cost: the device step takes as long as the copies, if they are slower than what they overlap with; the host
 step takes what a CPU needs for Adam (torch's fused kernel), bound by its memory.
 With a delay a step takes the longer of what the device and what the host needs, in place of their sum.
-Limits: a delay is for optimizer states alone, without loss guard and without schedulers that the caller makes.
-Refused are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
+Limits: a delay is for optimizer states alone, without loss guard and without schedulers of the caller. Refused
+are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
 updates within a step (PipeDream) and data_parallel_master; gradients with replicas (replicate_axis) or
 parameters that several pipeline ranks use, because they are summed once more on the device.
 Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the host step); Rajbhandari et al.
@@ -90,8 +91,9 @@ HOST_GB_FIX = "write the GB of host memory that each rank may use, or remove hos
 class Offload(Strategy):
     """Keeps `what` in host memory; the device steps it group by group, or the host does.
 
-    `step_on` says who steps: "device" or "host". The device fetches the states of `prefetch` groups ahead; the
-    host may step beside the next step (`delay` = 1). Each rank may use `host_gb` GB (2^30 bytes) of host memory; None: no bound.
+    `step_on` says who steps: "device" or "host". The device fetches the states of `prefetch` groups ahead;
+    the host may step beside the next step (`delay` = 1). Each rank may use `host_gb` GB (2^30 bytes) of host
+    memory; None: no bound.
     """
 
     name: ClassVar[str] = "offload"
@@ -138,8 +140,8 @@ class Offload(Strategy):
             text = f"{' and '.join(self.what[1:])} on the host would be overwritten while the host steps"
             yield Diagnostic(text, 'set what = ["optimizer_states"], or remove delay', where)
         if job.guard.action != "off":
-            text = "the loss guard looks for the cause of a harmful step at its weights, and with a delay the "
-            text += "device has newer ones by then"
+            text = "the loss guard looks for the cause of a harmful step at its weights, and with a delay "
+            text += "the device has newer ones by then"
             yield Diagnostic(text, 'set guard.action = "off", or remove delay', where)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -303,11 +305,7 @@ def _step_on_host(
 def _fetch_previous(steps: Iterable[Action], states: Mapping[str, GroupStates]) -> list[Action]:
     """Returns the copies of the weights that the host has stepped beside this step, behind their last use."""
     stepped = ((step, states[step.subject].update_nbytes) for step in steps)
-    return [
-        _after_previous(_copy("FETCH_PARAM", step, nbytes, ()))
-        for step, nbytes in stepped
-        if nbytes
-    ]
+    return [_after_previous(_copy("FETCH_PARAM", step, nbytes, ())) for step, nbytes in stepped if nbytes]
 
 
 def _after_previous(action: Action) -> Action:

@@ -1,7 +1,7 @@
 """Simulates a program without devices: when each action runs, and whether the program deadlocks.
 
-Actions that the next step waits for (`previous_waits`) run beside it: in the timeline of a step they are those
-of the step before, and come first.
+Actions that the next step waits for (`previous_waits`) run beside it: in the timeline of a step they are
+those of the step before, and come first.
 
 Given the duration of each action, `simulate` assigns every action a start and an end under the two rules of
 the engine: a stream runs its actions in list order, and an action starts when all that it waits for has
