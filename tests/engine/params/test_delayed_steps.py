@@ -1,4 +1,6 @@
-"""The host steps beside the next step: gradients at weights that lack one update, the same bits in every run."""
+"""The host steps beside the next step: gradients at weights that lack one update, the same bits in every
+run.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -57,8 +57,8 @@ The first step of a run finds no optimizer states, so the device step copies the
 Cost: the device step takes as long as the copies, if they are slower than what they overlap with; the host
 step takes what a CPU needs for Adam (torch's fused kernel), bound by its memory.
 With a delay a step takes the longer of what the device and what the host needs, in place of their sum.
-Limits: a delay is for optimizer states alone, without loss guard and without schedulers of the caller. Refused
-are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
+Limits: a delay is for optimizer states alone, without loss guard and without schedulers of the caller.
+Refused are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
 updates within a step (PipeDream) and data_parallel_master; gradients with replicas (replicate_axis) or
 parameters that several pipeline ranks use, because they are summed once more on the device.
 Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the host step); Rajbhandari et al.
