@@ -8,8 +8,8 @@ DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each l
 documentation recommends. In bfloat16, stages 1 and 2 compute in bfloat16 with float32 weights, as DDP does
 under autocast. Against FSDP2, whose policy gathers bfloat16 and reduces float32, ours do the same: weights in
 bfloat16, master weights and reductions in float32. CPU seconds of all ranks decide, wall seconds are shown. A
-second loop of the peer is the twin that shows the noise. Rows that are not measured keep their stored figures:
-those in bfloat16 where the processor has no instructions for it, and products take 40 times as long.
+second loop of the peer is the twin that shows the noise. Rows that are not measured keep their stored
+figures: those in bfloat16 where the processor has no instructions for it, and products take 40 times as long.
 
     python -m benchmarks.data_parallel.zero_vs_torch                about an hour
     python -m benchmarks.data_parallel.zero_vs_torch --unresolved   measures only rows whose A/A was too wide;
@@ -22,6 +22,7 @@ import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -134,8 +135,8 @@ def bfloat16_slowdown() -> float:
     torch.set_num_threads(1)
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        left, right = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        seconds[dtype] = min(timeit.repeat(lambda: left @ right, number=1, repeat=5))
+        matrix = torch.ones(512, 512, dtype=dtype)
+        seconds[dtype] = min(timeit.repeat(partial(torch.mm, matrix, matrix), number=1, repeat=5))
     return seconds[torch.bfloat16] / seconds[torch.float32]
 
 

@@ -134,7 +134,10 @@ def measure_rank(world: World, head: Head, plan: Plan, store: str, mode: str) ->
         row: dict[str, Any] = {"copied": measured, "formula": expected_copies(rank_plan, store, mode)}
         row["off"] = sum(abs(measured[way] - row["formula"][way]) for way in measured)
         for tier in MEMORY_TIERS:
-            said, held = state_bytes(plan, world.rank, tier).as_dict(), trainer.executor.memory_by_category(tier)
+            said, held = (
+                state_bytes(plan, world.rank, tier).as_dict(),
+                trainer.executor.memory_by_category(tier),
+            )
             said["buffers"] += said.pop("gradients")  # under ddp gradients lie in buckets
             held["buffers"] = held.pop("buckets", 0) + held.pop("gradients", 0)
             names = {*said, *held}

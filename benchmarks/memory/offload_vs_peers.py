@@ -6,7 +6,7 @@
     Adam alone    torch's fused AdamW over the shards, as the host steps them, against DeepSpeedCPUAdam over
                   the same elements: 25.6 M in pieces of a block, one thread
 
-All in bfloat16 with float32 masters; the large step of `llama_steps`. On a CPU the device is the host, so
+All in float32; the large step of `llama_steps`. On a CPU the device is the host, so
 what is compared is the work around the copies, and the copies themselves, not their overlap with kernels.
 ZeroRedundancyOptimizer has no offload. CPU seconds of all ranks decide, wall seconds are shown; a second loop
 of the peer is the twin that shows the noise. A peer that does not start is told with its message.
@@ -32,11 +32,10 @@ from benchmarks.models.llama_steps import HEAVY, OPTIMIZER, deepspeed_zero, fres
 
 NAME = "offload_vs_peers"
 CLAIM = (
-    "bf16 with fp32 masters on 2 processes over gloo: steps with offload cost at most what DeepSpeed's "
+    "fp32 on 2 processes over gloo: steps with offload cost at most what DeepSpeed's "
     "ZeRO-Offload and FSDP2's CPUOffloadPolicy cost, and the host's AdamW at most 1.05 x DeepSpeed's CPU Adam"
 )
 WINDOW, QUICK = Window(16, 40, 170), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
-HALF = {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32"}
 EVERYTHING = {"what": ("optimizer_states", "gradients", "weights"), "step_on": "host"}
 NUM_ELEMENTS, NUM_PIECES = 25_600_000, 10
 
@@ -85,11 +84,11 @@ def rows() -> list[Row]:
     """Returns all rows."""
 
     def ours(stage: int, offload: Mapping[str, Any]) -> dict[str, Any]:
-        return {"zero": {"stage": stage}, "precision": HALF, "offload": offload}
+        return {"zero": {"stage": stage}, "offload": offload}
 
-    zero_2 = {"stage": 2, "half": True, "offload": ("optimizer",)}
-    zero_3 = {"stage": 3, "half": True, "offload": ("optimizer", "param")}
-    fsdp2 = {"half": True, "offload": True}
+    zero_2 = {"stage": 2, "offload": ("optimizer",)}
+    zero_3 = {"stage": 3, "offload": ("optimizer", "param")}
+    fsdp2 = {"offload": True}
     return [
         Row("host step, ZeRO-2", "DeepSpeed", deepspeed_zero, zero_2, sharded, ours(2, {"step_on": "host"})),
         Row("everything, ZeRO-3", "DeepSpeed", deepspeed_zero, zero_3, sharded, ours(3, EVERYTHING)),

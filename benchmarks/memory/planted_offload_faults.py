@@ -19,7 +19,6 @@ from benchmarks.random_plans.random_models import MODELS, analyzed_model
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import Work, World
 from meshwright.engine.params.flat_param_store import FlatParamStore
-from meshwright.engine.params.offloaded_states import OffloadedStates
 from meshwright.engine.runtime.host_memory import HostMemory
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -50,9 +49,14 @@ class Fault:
     plant: Callable[[], AbstractContextManager[None]] | None = None
 
 
-def without_waits(kind: str) -> Edit:
-    """Returns an edit after which actions of `kind` wait for nothing."""
-    return lambda actions: [replace(each, waits=()) if each.kind == kind else each for each in actions]
+def without_waits(kind: str, *awaited: str) -> Edit:
+    """Returns an edit after which actions of `kind` wait for no action of the kinds `awaited`."""
+
+    def change(action: Action) -> Action:
+        waits = tuple(name for name in action.waits if name.split("(")[0] not in awaited)
+        return replace(action, waits=waits) if action.kind == kind else action
+
+    return lambda actions: [change(action) for action in actions]
 
 
 def without(kind: str) -> Edit:
@@ -93,32 +97,22 @@ def one_buffer() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def offloads_early() -> Iterator[None]:
-    """Copies states back before the optimizer has stepped them: what it writes is lost."""
-    fetch = OffloadedStates.fetch_states
-
-    def fetch_and_offload(self: OffloadedStates, action: Action) -> None:
-        fetch(self, action)
-        for each, target in self._fetched.values():
-            each.assign(target.clone(), is_fetched=False)
-
-    with patch.object(OffloadedStates, "fetch_states", fetch_and_offload):
-        yield
-
-
 FAULTS: Mapping[str, Fault] = {
-    "late fetch: STEP does not wait for the states": Fault(DEVICE, without_waits("STEP")),
-    "early eviction: states leave before STEP has ended": Fault(DEVICE, without_waits("OFFLOAD_STATES")),
+    "late fetch: STEP does not wait for the states": Fault(DEVICE, without_waits("STEP", "FETCH_STATES")),
+    "early eviction: states leave before STEP has ended": Fault(
+        DEVICE, without_waits("OFFLOAD_STATES", "STEP")
+    ),
     "buffer filled before its states have left": Fault(
-        replace(DEVICE, prefetch=0), without_waits("FETCH_STATES")
+        replace(DEVICE, prefetch=0), without_waits("FETCH_STATES", "OFFLOAD_STATES")
     ),
     "lost write: no copy of the states back": Fault(DEVICE, without("OFFLOAD_STATES")),
-    "gradients copied before they are reduced": Fault(HOST, without_waits("OFFLOAD_GRAD")),
-    "the host steps before the gradients have come": Fault(HOST, without_waits("STEP")),
+    "gradients copied before they are reduced": Fault(
+        HOST, without_waits("OFFLOAD_GRAD", "REDUCE", "ACCUMULATE")
+    ),
+    "the host steps before the gradients have come": Fault(HOST, without_waits("CLIP", "OFFLOAD_GRAD")),
     "no copy of the gradients": Fault(HOST, without("OFFLOAD_GRAD")),
-    "weights copied before they are stepped": Fault(HOST, without_waits("FETCH_PARAM")),
-    "gathered before the shard has come": Fault(EVERYTHING, without_waits("UNSHARD")),
+    "weights copied before they are stepped": Fault(HOST, without_waits("FETCH_PARAM", "STEP")),
+    "gathered before the shard has come": Fault(EVERYTHING, without_waits("UNSHARD", "FETCH_PARAM")),
     "lost write: one tensor of a group": Fault(
         DEVICE, plant=lambda: losing("OFFLOAD_STATES", lambda pairs: pairs[:-1])
     ),
@@ -130,7 +124,6 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "stale gradients: not copied": Fault(GRADIENTS, plant=lambda: losing("ACCUMULATE", lambda pairs: ())),
     "one buffer for two groups": Fault(DEVICE, plant=one_buffer),
-    "states go back to another place": Fault(DEVICE, plant=offloads_early),
 }
 
 

@@ -177,9 +177,7 @@ def fsdp(
 
     def wrap(model: nn.Module) -> nn.Module:
         for part in (*model.get_submodule("model.layers").children(), model):
-            fully_shard(
-                part, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy
-            )
+            fully_shard(part, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         return model
 
     return _loop(rank, size, WORKLOADS[workload], wrap)
