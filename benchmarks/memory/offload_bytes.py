@@ -3,12 +3,14 @@
     models    Llama, GPT-2, T5, ViT and ResNet of transformers, unmodified
     plans     ddp and ZeRO 1 to 3 on 2 and 3 ranks, as threads, each with every mode that it allows
     copies    of the third step, counted where they are made, against
-                  device step           12 N + c in, 12 N + c out
+                  device step           12 N - 8 p + c in, 12 N - 8 p + c out
                   host step              2 N out, 2 N in
                   and gradients        2 m N out, 2 N in
                   and weights          2 m N out, 2 u N in
-              N: the elements of the shards of a rank, their padding included (ddp: of the model);
-              c: 4 bytes for each step counter of Adam; m: microbatches; u: gatherings of each group
+              N: the elements of the shards of a rank (ddp: of the model), p of them padding, for which
+              Adam has no states;
+              c: 4 bytes for each step counter of Adam; m: microbatches (ZeRO 1, which reduces once: 1);
+              u: gatherings of each group
     memory    of each tier and category, against the plan
 
 The weights and gradients are bfloat16, masters and states float32. Every figure is a number of bytes that is
@@ -26,7 +28,7 @@ import torch
 
 from benchmarks.harness.result import Result
 from benchmarks.models.head_batches import TEXTS
-from benchmarks.models.head_families import ALL_HEADS, Head
+from benchmarks.models.head_families import ALL_HEADS
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -53,7 +55,8 @@ ARCHITECTURES = (
     *("ViTForImageClassification", "ResNetForImageClassification"),
 )
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
-HALF, WIDE, COUNTER = 2, 12, 4  # bytes: of a weight or gradient; of a master and two states; of a counter
+# bytes of a weight or a gradient, of a master, of two states, of a step counter
+HALF, MASTER, STATES, COUNTER = 2, 4, 8, 4
 DEVICE, HOST, GRADIENTS, EVERYTHING = "device step", "host step", "and gradients", "and weights"
 MODES: Mapping[str, Offload] = {
     DEVICE: Offload(),
@@ -71,16 +74,17 @@ NUM_STEPS = 3
 
 
 @cache
-def analyzed_model(head: Head) -> tuple[AnalyzedModel, dict[str, torch.Tensor]]:
+def analyzed_model(architecture: str) -> tuple[AnalyzedModel, dict[str, torch.Tensor]]:
     """Returns the analyzed model, and a batch."""
+    head = next(each for each in ALL_HEADS if each.architecture == architecture and not each.note)
     batch = head.collate(head.build())
     return analyze(head.build, batch), batch
 
 
-def plan_of(head: Head, store: str, mode: str, num_ranks: int) -> Plan:
+def plan_of(architecture: str, store: str, mode: str, num_ranks: int) -> Plan:
     """Returns the plan; batch norms take one microbatch."""
-    analyzed, _ = analyzed_model(head)
-    has_norms = "ResNet" in head.architecture
+    analyzed, _ = analyzed_model(architecture)
+    has_norms = "ResNet" in architecture
     norms = (SyncBatchNorm(),) if has_norms else ()
     strategies = (BatchSplit("dp_replicate"), *norms, STORES[store][0], MODES[mode])
     job = Job(
@@ -99,26 +103,29 @@ def expected_copies(plan: RankPlan, store: str, mode: str) -> dict[str, int]:
     if sharded:
         numel = {group.name: specs[group.name].shard_numel for group in groups}
         rank = plan.sharding.mesh.index(plan.view.coordinate, specs[groups[0].name].axes)
-        counters = sum(len(specs[group.name].param_shards(rank)) for group in groups)
+        shards = [shard for group in groups for shard in specs[group.name].param_shards(rank)]
+        counters, num_stepped = len(shards), sum(shard.numel for shard in shards)
     else:
         numel = {group.name: sum(each.numel for each in group.params) for group in groups}
-        counters = sum(len(group.params) for group in groups)
-    total, microbatches = sum(numel.values()), plan.num_microbatches
+        counters, num_stepped = sum(len(group.params) for group in groups), sum(numel.values())
+    total, microbatches = sum(numel.values()), 1 if store == "zero 1" else plan.num_microbatches
     if mode == DEVICE:
-        return dict.fromkeys(("in", "out"), WIDE * total + COUNTER * counters)
+        nbytes = MASTER * total + STATES * num_stepped + COUNTER * counters
+        return dict.fromkeys(("in", "out"), nbytes)
     if mode == HOST:
         return {"in": HALF * total, "out": HALF * total}
     fetched = HALF * total
     if mode == EVERYTHING:
-        uses = [each.subject for each in plan.actions if each.kind == "UNSHARD"]
-        fetched = HALF * sum(numel[name] for name in uses)
+        group_of = {param.name: group.name for group in groups for param in group.params}
+        uses = [each.tensors[0] for each in plan.actions if each.kind == "UNSHARD"]
+        fetched = HALF * sum(numel[group_of[name]] for name in uses)
     return {"in": fetched, "out": HALF * microbatches * total}
 
 
-def measure_rank(world: World, head: Head, plan: Plan, store: str, mode: str) -> dict[str, Any]:
+def measure_rank(world: World, architecture: str, plan: Plan, store: str, mode: str) -> dict[str, Any]:
     """Returns the bytes that are off in the third step of a rank, and what it has copied."""
     torch.set_num_threads(1)
-    analyzed, batch = analyzed_model(head)
+    analyzed, batch = analyzed_model(architecture)
     rank_plan = plan.for_rank(world.rank)
     with parallelize(analyzed, plan, world=world) as trainer:
         before: dict[str, int] = {}
@@ -145,23 +152,23 @@ def measure_rank(world: World, head: Head, plan: Plan, store: str, mode: str) ->
         return row
 
 
-def cases() -> Iterator[tuple[Head, str, str, int]]:
+def cases() -> Iterator[tuple[str, str, str, int]]:
     """Yields model, store, mode and number of ranks."""
-    for head in (head for head in ALL_HEADS if head.architecture in ARCHITECTURES and not head.note):
+    for architecture in ARCHITECTURES:
         for store, (_, modes) in STORES.items():
             for mode in modes:
                 for num_ranks in (2, 3):
-                    yield head, store, mode, num_ranks
+                    yield architecture, store, mode, num_ranks
 
 
 def main() -> None:
     """Measures every case, and writes the result."""
     rows: list[dict[str, Any]] = []
-    for head, store, mode, num_ranks in cases():
-        plan = plan_of(head, store, mode, num_ranks)
-        body = partial(measure_rank, head=head, plan=plan, store=store, mode=mode)
+    for architecture, store, mode, num_ranks in cases():
+        plan = plan_of(architecture, store, mode, num_ranks)
+        body = partial(measure_rank, architecture=architecture, plan=plan, store=store, mode=mode)
         for rank, row in enumerate(run_on_threads(body, plan.mesh)):
-            case = {"model": head.architecture, "store": store, "mode": mode, "ranks": num_ranks}
+            case = {"model": architecture, "store": store, "mode": mode, "ranks": num_ranks}
             rows.append({**case, "rank": rank, **row})
         print(rows[-1], file=sys.stderr, flush=True)
     values = [float(row["off"] + sum(row[f"{tier} off"] for tier in MEMORY_TIERS)) for row in rows]

@@ -104,22 +104,36 @@ def without_offload(drawn: Draw) -> Draw:
     return replace(drawn, strategies=others)
 
 
+def offload_of(drawn: Draw) -> Offload:
+    """Returns the offload of `drawn`."""
+    return next(each for each in drawn.strategies if isinstance(each, Offload))
+
+
+def mode_of(offload: Offload) -> str:
+    """Returns what is offloaded, and who steps, in words."""
+    return f"{' '.join(offload.what)}, {offload.step_on} steps"
+
+
+def other_bits(drawn: Draw) -> list[str]:
+    """Returns the names of what has other bits than without offload, with the rank."""
+    torch.set_num_threads(1)
+    pairs = zip(digests(drawn), digests(without_offload(drawn)), strict=True)
+    return [
+        f"rank {rank}: {name}"
+        for rank, (found, wanted) in enumerate(pairs)
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]
+
+
 def compare(drawn: Draw) -> Row:
-    """Returns the row of one plan: its outcome beside one device, and the names of what has other bits than
-    without offload.
+    """Returns the row of one plan: its outcome beside one device, and what has other bits than without
+    offload.
     """
-    offload = next(each for each in drawn.strategies if isinstance(each, Offload))
-    row = {**try_plan(drawn), "mode": f"{' '.join(offload.what)}, {offload.step_on} steps"}
+    row = {**try_plan(drawn), "mode": mode_of(offload_of(drawn))}
     if row["outcome"] != "matched":
         return row
-    torch.set_num_threads(1)
-    found, wanted = digests(drawn), digests(without_offload(drawn))
-    other = [
-        f"rank {rank}: {name}"
-        for rank, pair in enumerate(zip(found, wanted, strict=True))
-        for name in sorted({*pair[0], *pair[1]})
-        if pair[0].get(name) != pair[1].get(name)
-    ]
+    other = other_bits(drawn)
     return {**row, "outcome": "other bits" if other else "matched", "other_bits": other[:10]}
 
 
