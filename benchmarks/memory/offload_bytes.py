@@ -126,6 +126,7 @@ def measure_rank(world: World, architecture: str, plan: Plan, store: str, mode: 
     """Returns the bytes that are off in the third step of a rank, and what it has copied."""
     torch.set_num_threads(1)
     analyzed, batch = analyzed_model(architecture)
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
     rank_plan = plan.for_rank(world.rank)
     with parallelize(analyzed, plan, world=world) as trainer:
         before: dict[str, int] = {}
