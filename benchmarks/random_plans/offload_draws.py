@@ -1,10 +1,14 @@
-"""Offloads the optimizer states of a random plan, and its gradients and weights where they are in shards."""
+"""Offloads the optimizer states of a random plan to host memory or to disk; gradients and weights to host memory
+where they are in shards.
+"""
 
 from collections.abc import Sequence
 from random import Random
+from tempfile import gettempdir
 
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.strategy_interface import Strategy
@@ -20,6 +24,9 @@ def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy,
         modes.append(Offload(("optimizer_states", "gradients"), "host"))
         if stages == [3]:
             modes.append(Offload(("optimizer_states", "gradients", "weights"), "host"))
-    mixed = [*strategies, rng.choice(modes)]
+    chosen: Strategy = rng.choice(modes)
+    if rng.random() < 0.3:
+        chosen = DiskOffload(gettempdir(), num_buffers=rng.choice((1, 2, 3)))
+    mixed = [*strategies, chosen]
     rng.shuffle(mixed)
     return tuple(mixed)

@@ -35,6 +35,7 @@ from meshwright.verifier.nccl_deadlocks import check_evaluation, find_nccl_deadl
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
 _COPIES_OF_STEPPED = ("OFFLOAD_STATES", "FETCH_PARAM")
+_USES_OF_STEPPED = (*_COPIES_OF_STEPPED, "WRITE_STATES")
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "
     "find which"
@@ -377,22 +378,26 @@ def _check_tier_copies(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterato
     for action in actions:
         needed: list[str] = []
         if action.kind == "STEP":
-            needed = sharing(action, ("FETCH_STATES", "OFFLOAD_GRAD"))
+            needed = sharing(action, ("FETCH_STATES", "READ_STATES", "OFFLOAD_GRAD"))
             if not sharing(action, _COPIES_OF_STEPPED) and (needed or tiers.step == "host"):
                 yield f"{action.name} updates what no {' or '.join(_COPIES_OF_STEPPED)} copies to its tier"
-            if not needed and tiers.step == "host" and tiers.gradients == "device":
+            has_gradients = tiers.gradients == "host" or sharing(action, ("OFFLOAD_GRAD",))
+            if tiers.step == "host" and not has_gradients:
                 yield f"{action.name} reads gradients on the host, and no OFFLOAD_GRAD copies them"
+            for kind in ("READ_STATES", "WRITE_STATES") if tiers.optimizer_states == "disk" else ():
+                if not sharing(action, (kind,)):
+                    yield f"{action.name} updates states on disk, and there is no {kind} of them"
         elif action.kind == "UNSHARD":
             copy = replace(action, kind="FETCH_PARAM").name
             if tiers.weights == "host" and copy not in action.waits:
                 yield f"{action.name} does not wait for {copy}"
-        elif action.kind in _COPIES_OF_STEPPED and not (tiers.weights == "host" and "," in action.subject):
+        elif action.kind in _USES_OF_STEPPED and not (tiers.weights == "host" and "," in action.subject):
             needed = [Action("STEP", action.subject).name]
         elif action.kind == "OFFLOAD_GRAD":
             summed = (each for each in actions if sums_grads(each))
             needed = [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
-        elif action.kind == "FETCH_STATES":
-            needed = [freed_by[each.name] for each in action.allocations if each.name in freed_by]
+        if action.kind in ("FETCH_STATES", "READ_STATES", "OFFLOAD_GRAD", "STEP"):  # they fill buffers
+            needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
         awaited = transitive_waits(actions, action) if needed else set[str]()
         yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
         freed_by |= dict.fromkeys(action.frees, action.name)
