@@ -99,12 +99,13 @@ def test_a_step_that_failed_leaves_the_states_as_they_were(steps_before: int, tm
     assert after == before
 
 
-def test_a_step_after_one_that_failed_before_its_update_goes_on_from_the_file(tmp_path: Path):
-    plan = planned(DiskOffload(str(tmp_path), num_buffers=1))
+@pytest.mark.parametrize("where", ["clip", "step"])
+def test_a_step_after_one_that_failed_before_its_update_goes_on_from_the_file(where: str, tmp_path: Path):
+    plan = planned(DiskOffload(str(tmp_path), num_buffers=2))
 
     def body(executor: StepExecutor, world: World) -> object:
         stepped(executor, 1)
-        with patch.object(executor.state.update, "clip", side_effect=Failed), pytest.raises(Failed):
+        with patch.object(executor.state.update, where, side_effect=Failed), pytest.raises(Failed):
             executor.step(BATCH)
         return stepped(executor, 1)
 

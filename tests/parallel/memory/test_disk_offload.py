@@ -116,11 +116,11 @@ def without_wait(kind: str, awaited: str) -> Callable[[list[Action]], list[Actio
     [
         (without_wait("STEP", "READ_STATES"), r"STEP\(head\) does not wait for READ_STATES\(head\)"),
         (without_wait("STEP", "OFFLOAD_GRAD"), r"STEP\(head\) does not wait for OFFLOAD_GRAD\(head\)"),
-        (without_wait("STEP", "FETCH_PARAM"), r"STEP\(\S+\) does not wait for FETCH_PARAM\(embed\)"),
+        (without_wait("STEP", "FETCH_PARAM"), r"STEP\(\S+\) does not wait for FETCH_PARAM\(head\)"),
         (without_wait("WRITE_STATES", "STEP"), r"WRITE_STATES\(head\) does not wait for STEP\(head\)"),
         (without_wait("FETCH_PARAM", "STEP"), r"FETCH_PARAM\(head\) does not wait for STEP\(head\)"),
         (without_wait("READ_STATES", "WRITE_STATES"), r"READ_STATES\(\S+\) does not wait for WRITE_STATES"),
-        (without_wait("OFFLOAD_GRAD", "STEP"), r"OFFLOAD_GRAD\(\S+\) does not wait for STEP\(embed\)"),
+        (without_wait("OFFLOAD_GRAD", "STEP"), r"OFFLOAD_GRAD\(\S+\) does not wait for STEP\(head\)"),
         (without("READ_STATES"), r"STEP\(head\) updates states on disk, and there is no READ_STATES"),
         (without("WRITE_STATES"), r"STEP\(head\) updates states on disk, and there is no WRITE_STATES"),
         (without("FETCH_PARAM"), "updates what no OFFLOAD_STATES or FETCH_PARAM copies"),

@@ -217,7 +217,7 @@ class DiskStates:
 
     def _begin_step(self) -> None:
         for record in self._records.values():
-            if record.in_buffer:  # the last step failed
+            if record.buffer is not None:  # the last step failed
                 self._leave_buffer(record, has_failed=True)
         if self._is_cached and self._file is not None:
             self._file.drop_cache()
@@ -241,13 +241,14 @@ class DiskStates:
     def _leave_buffer(self, record: _Record, *, has_failed: bool) -> None:
         """Lets the tensors of a group rest in the file, and its buffers take those of another."""
         store = self._state.flat_params
-        if has_failed and not record.states:  # the first step made them
+        if has_failed and not record.states:  # the first step made some
             optimizer_params = store.optimizer_params()
             for optimizer in self._state.optimizers:
                 for name in record.action.tensors:
                     optimizer.state.pop(optimizer_params.get(name), None)
         for each in self._state.offloaded.resting(record.action):
-            each.assign(record.resting[each.key], is_fetched=False)
+            if each.key in record.resting:
+                each.assign(record.resting[each.key], is_fetched=False)
         flat_param = store.flat_param_of(record.action.tensors[0])
         if flat_param is None:
             store.master_weights.release_host_copies(record.action.tensors)

@@ -55,7 +55,7 @@ class OffloadedStates:
     """Copies the model states of one rank between host and device."""
 
     def __init__(self, state: RankState) -> None:
-        self._state = state
+        self._state, self._optimizer_params = state, state.flat_params.optimizer_params()
         # what was fetched, until it is offloaded, and where it rests
         self._fetched: dict[tuple[str, str], tuple[RestingTensor, torch.Tensor]] = {}
         self._first_fetch = next(
@@ -191,10 +191,9 @@ class OffloadedStates:
             master = masters.master(name)
             if master is not None:
                 found.append(RestingTensor((name, "master"), master, partial(masters.move_master, name)))
-        optimizer_params = store.optimizer_params()
-        for name in (name for name in action.tensors if name in optimizer_params):
+        for name in (name for name in action.tensors if name in self._optimizer_params):
             for optimizer in self._state.optimizers:
-                states = optimizer.state.get(optimizer_params[name], {})
+                states = optimizer.state.get(self._optimizer_params[name], {})
                 for key, value in states.items():
                     if isinstance(value, torch.Tensor):
                         found.append(RestingTensor((name, key), value, partial(_assign, states, key)))
