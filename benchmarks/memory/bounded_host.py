@@ -1,8 +1,8 @@
 """Training within the memory that the plan says, of a model whose optimizer states do not fit into it.
 
-A Llama of 77 M parameters on one device, bf16 with float32 masters, AdamW: 12 bytes per parameter of states. Each
-run is a process that enters a memory cgroup before it makes any weight. Device and host are one memory here, so
-the limit is what the plan says of both, and 10 % more.
+A Llama of 77 M parameters on one device, bf16 with float32 masters, AdamW: 12 bytes per parameter of states.
+Each run is a process that enters a memory cgroup before it makes any weight. Device and host are one memory
+here, so the limit is what the plan says of both, and 10 % more.
 
     disk_offload    must end within the limit, with at most 1 MiB in the page cache after each step, and with
                     the bits of the run in memory; what it states of host memory is at most a quarter of the
@@ -46,8 +46,8 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 
 NAME = "bounded_host"
 CLAIM = (
-    "disk_offload trains within the memory that the plan says (+ 10 %), with at most 1 MiB in the page cache and "
-    "the same bits; the states are at least 4 x the host memory that it states"
+    "disk_offload trains within the memory that the plan says (+ 10 %), with at most 1 MiB in the page cache "
+    "and the same bits; the states are at least 4 x the host memory that the plan says"
 )
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MARGIN, CACHE_BAR, RATIO_BAR, STEPS, TOKENS = 1.10, 1 << 20, 4.0, 4, 32
@@ -58,7 +58,7 @@ MASTERS = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
 @dataclass(frozen=True)
 class Run:
-    """What a run that ended says: a digest of its masters, bytes in the page cache after each step, its peak."""
+    """What a run says: a digest of its masters, bytes in the page cache after each step, and its peak."""
 
     digest: str
     cached: tuple[int, ...]
@@ -139,7 +139,16 @@ def trained(kind: str, sizes: dict[str, int], folder: str, limit: int) -> Run:
 
 def run_process(kind: str, size: str, folder: str, limit: int) -> Run | int:
     """Returns what the run says, in a process of its own, or the signal that ended it."""
-    command = [sys.executable, "-m", "benchmarks.memory.bounded_host", "--run", kind, size, folder, str(limit)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.memory.bounded_host",
+        "--run",
+        kind,
+        size,
+        folder,
+        str(limit),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     output, _ = process.communicate()
     with removed(CGROUPS / f"{NAME}-{process.pid}"):
@@ -166,7 +175,8 @@ def measured(size: str, folder: str) -> dict[str, object]:
     states = state_bytes(plan, 0, "disk").total
     limit = int(MARGIN * (on_host + on_device))
     disk, host, memory = (
-        run_process(kind, size, folder, 0 if kind == "memory" else limit) for kind in ("disk", "host", "memory")
+        run_process(kind, size, folder, 0 if kind == "memory" else limit)
+        for kind in ("disk", "host", "memory")
     )
     return {
         "parameters": plan.model_spec.numel,

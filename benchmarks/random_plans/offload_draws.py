@@ -1,6 +1,4 @@
-"""Offloads the optimizer states of a random plan to host memory or to disk; gradients and weights to host memory
-where they are in shards.
-"""
+"""Offloads the optimizer states of a random plan, and its gradients and weights where they are in shards."""
 
 from collections.abc import Sequence
 from random import Random

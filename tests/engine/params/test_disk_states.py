@@ -10,16 +10,23 @@ import pytest
 import torch
 
 from benchmarks.harness.live_bytes import live_bytes
+from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params import rank_file
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.memory.disk_offload import DiskOffload
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.flat_param import round_up
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.memory.model_states import group_states
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
+from tests.parallel.memory.test_offload_combinations import job
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()
@@ -27,9 +34,9 @@ BATCH = token_samples(12)
 MASTERS = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
 
-def planned(*strategies: object, optimizer: str = "adamw") -> Plan:
-    job = tiny_job(precision=MASTERS, optimizer=OptimizerConfig(optimizer, lr=0.01))
-    return plan_of(ANALYZED, 1, strategies, job=job)
+def planned(*strategies: object) -> Plan:
+    trained = tiny_job(precision=MASTERS, optimizer=OptimizerConfig("adamw", lr=0.01))
+    return plan_of(ANALYZED, 1, strategies, job=trained)
 
 
 def on_rank(plan: Plan, body: Callable[[StepExecutor, World], object]) -> object:
@@ -113,36 +120,37 @@ def test_a_step_after_one_that_failed_before_its_update_goes_on_from_the_file(wh
 
 
 def test_the_first_step_reads_masters_alone_and_later_ones_whole_records(tmp_path: Path):
-    plan = planned(DiskOffload(str(tmp_path)))
+    analyzed = analyzed_llama()  # with records of several blocks
+    plan = make_plan(analyzed, job(), Mesh(), (DiskOffload(str(tmp_path), num_buffers=2),))
 
-    def body(executor: StepExecutor, world: World) -> list[dict[str, int]]:
+    def body(world: World) -> list[dict[str, int]]:
         found, before = [], dict[str, int]()
-        for _ in range(2):
-            executor.step(BATCH)
-            copied = {name: n - before.get(name, 0) for name, n in world.ledger.copied_nbytes.items()}
-            before = dict(world.ledger.copied_nbytes)
-            found.append({name: n for name, n in copied.items() if "STATES" in name})
+        with parallelize(analyzed, plan, world=world) as engine:
+            for batch in batches(2, 12):
+                engine.step(batch)
+                copied = {name: n - before.get(name, 0) for name, n in world.ledger.copied_nbytes.items()}
+                before = dict(world.ledger.copied_nbytes)
+                found.append({name: n for name, n in copied.items() if "STATES" in name})
         return found
 
-    first, second = on_rank(plan, body)
+    ((first, second),) = run_on_threads(body, plan.mesh)
     said = {each.name: each.transfer.nbytes for each in plan.for_rank(0).actions if each.stream == "disk"}
     assert second == said
-    writes = {name: n for name, n in said.items() if name.startswith("WRITE")}
-    assert {name: n for name, n in first.items() if name.startswith("WRITE")} == writes
-    assert all(first[name] <= second[name] for name in first)
+    for group in group_states(plan.job, plan.rank_view(0)):
+        assert first[f"WRITE_STATES({group.name})"] == group.record_nbytes
+        masters = round_up(group.master_nbytes, FILE_BLOCK_NBYTES)
+        assert first[f"READ_STATES({group.name})"] == masters
     assert sum(first.values()) < sum(second.values())
 
 
-def test_the_steps_leave_nothing_in_the_page_cache_and_nothing_in_the_folder(tmp_path: Path):
+def test_nothing_is_in_the_folder_while_a_run_uses_it_and_afterwards(tmp_path: Path):
     plan = planned(DiskOffload(str(tmp_path)))
 
-    def body(executor: StepExecutor, world: World) -> bool:
+    def body(executor: StepExecutor, world: World) -> list[str]:
         stepped(executor, 2)
-        assert os.listdir(tmp_path) == []
-        return executor.state.disk._file.is_direct
+        return os.listdir(tmp_path)
 
-    assert on_rank(plan, body) in (True, False)
-    assert os.listdir(tmp_path) == []
+    assert on_rank(plan, body) == os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("call", "kind"), [("preadv", "READ_STATES"), ("pwritev", "WRITE_STATES")])

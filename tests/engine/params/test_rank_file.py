@@ -1,4 +1,4 @@
-"""The file of a rank: what was written is read, errors name their cause and repair, and nothing stays behind."""
+"""The file of a rank: what was written is read, errors name their cause, and nothing stays behind."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ def opened(folder: Path, nbytes: int = NBYTES) -> Iterator[RankFile]:
 
 
 def without_direct(descriptor: int, command: int, value: int = 0) -> int:
-    """fcntl on a file system that has no O_DIRECT."""
+    """Fcntl on a file system that has no O_DIRECT."""
     if command == fcntl.F_SETFL and value & os.O_DIRECT:
         raise OSError(errno.EINVAL, "Invalid argument")
     return 0

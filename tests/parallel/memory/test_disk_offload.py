@@ -27,9 +27,9 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category,
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
-from tests.parallel.memory.test_offload import ADAMW, ANALYZED, BATCH, PRECISIONS, STORES, trained, without
+from tests.parallel.memory.test_offload import ADAMW, ANALYZED, PRECISIONS, STORES, trained, without
 from tests.plan.step.memory.test_model_states import JOB
-from tests.tiny_model import edited, executor_of, plan_of, tiny_job
+from tests.tiny_model import edited, executor_of, plan_of, tiny_job, token_samples
 
 OPTIMIZERS = ("sgd", "adamw", "lion", "adamw_bf16", "adamw_8bit")
 
@@ -160,9 +160,9 @@ def test_reads_begin_with_the_backward_and_take_the_buffers_in_turn():
 def test_what_cannot_work_is_refused_before_anything_starts(
     given: dict[str, object], more: dict[str, object], text: str
 ):
+    job, fields = tiny_job(**{"optimizer": ADAMW, **more}), {"folder": "folder", **given}
     with pytest.raises(PlanError, match=text) as refused:
-        disk = DiskOffload(**{"folder": "folder", **given})
-        plan_of(ANALYZED, 2, (*STORES["zero 1"], disk), job=tiny_job(**{"optimizer": ADAMW, **more}))
+        plan_of(ANALYZED, 2, (*STORES["zero 1"], DiskOffload(**fields)), job=job)
     assert all(each.fix for each in refused.value.diagnostics)
 
 
@@ -201,6 +201,6 @@ def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Pat
 
 def test_it_is_verified_and_a_trace_makes_no_file(tmp_path: Path):
     plan = plan_of(ANALYZED, 2, (*STORES["zero 2"], DiskOffload(str(tmp_path))))
-    assert verify(ANALYZED, plan, [BATCH] * 2).passed
+    assert verify(ANALYZED, plan, [token_samples(12)] * 2).passed
     missing = plan_of(ANALYZED, 2, (*STORES["zero 3"], DiskOffload(str(tmp_path / "missing"))))
     assert trace(ANALYZED, missing).passed

@@ -79,9 +79,12 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path):
                 copied = world.ledger.copied_nbytes.items()
                 total = sum(nbytes for name, nbytes in copied if name.startswith("WRITE_STATES"))
                 written.append((skipped, total - sum(each for _, each in written)))
-            state = {name: value for name, value in engine.executor.state_dict().items() if "state/" not in name}
+            state = {
+                name: value for name, value in engine.executor.state_dict().items() if "state/" not in name
+            }
             held = {
-                name: value if isinstance(value, torch.Tensor) else value.values for name, value in state.items()
+                name: value if isinstance(value, torch.Tensor) else value.values
+                for name, value in state.items()
             }
             return bits(held), written
 

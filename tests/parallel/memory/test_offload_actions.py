@@ -27,7 +27,7 @@ def test_the_repair_of_a_bound_is_enough():
     needed = 5 * 2**30
     refuse_above(needed, None, "disk_gb", "disk", "disk_offload")
     refuse_above(needed, 5, "disk_gb", "disk", "disk_offload")
-    with pytest.raises(PlanError, match="needs 5 GiB of disk, and disk_gb = 4.9 allows less") as refused:
+    with pytest.raises(PlanError, match=r"needs 5 GiB of disk, and disk_gb = 4\.9 allows less") as refused:
         refuse_above(needed, 4.9, "disk_gb", "disk", "disk_offload")
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.fix.startswith("set disk_gb = 5.05 or more")

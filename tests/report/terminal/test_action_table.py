@@ -23,8 +23,8 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
-from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.disk_offload import DiskOffload
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream

@@ -12,7 +12,7 @@
 Between steps the tensors of the optimizer and the masters are views of the mapped file, so that checkpoints
 read and write them as they are; during the STEP of their group they are views of its buffer. The first step
 finds no states: READ_STATES reads the masters alone, and WRITE_STATES gives what the optimizer has made its
-place in the record. A step that is left out writes nothing.
+place in the record. A step that is left out copies and writes nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -152,8 +152,11 @@ class DiskStates:
         self._state.offloaded.offload_grads(action)
 
     def fetch_params(self, action: Action) -> None:
-        """Starts to copy the stepped weights of a group to the device."""
-        self._state.offloaded.fetch_params(action)
+        """Starts to copy the stepped weights of a group to the device, unless the step was left out."""
+        if self._state.step.updates:
+            self._state.offloaded.fetch_params(action)
+        else:
+            self._state.issue(action, CompletedWork())
 
     def with_states_in_memory(self, step: Handler) -> Handler:
         """Returns `step` on tensors in the buffer of their group, where they stay until WRITE_STATES."""

@@ -116,9 +116,7 @@ class MasterWeights:
         self._values[name] = master
         steps_on_host = self._state.plan.sharding.tiers.step == "host"
         like = master if steps_on_host else self._weights[name].detach()
-        self._masters[name].data = (
-            master if is_fetched else without_memory(master.shape, master.dtype, like)
-        )
+        self._masters[name].data = master if is_fetched else without_memory(master.shape, master.dtype, like)
 
     def grads_to_host(self, names: Iterable[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the copies to make, (target, source), of the gradients of `names` to the host, where the

@@ -82,7 +82,7 @@ class RankFile:
         self._folder = folder
         text = f"a file of {format_nbytes(nbytes)} cannot be made"
         try:
-            file = TemporaryFile(buffering=0, dir=folder)
+            file = TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  close() closes it
         except OSError as error:
             self._raise(text, error)
         self._descriptor, self._close_file = file.fileno(), finalize(self, file.close)

@@ -177,7 +177,9 @@ def _stream_states(
     for number, step in enumerate(steps):
         buffer = Allocation(f"state buffer {number % num_buffers}", largest)
         waits = [offloads[number - num_buffers].name] if number >= num_buffers else []
-        fetches.append(copy_of_group("FETCH_STATES", step, nbytes[step.subject], waits, allocations=(buffer,)))
+        fetches.append(
+            copy_of_group("FETCH_STATES", step, nbytes[step.subject], waits, allocations=(buffer,))
+        )
         offloads.append(
             copy_of_group("OFFLOAD_STATES", step, nbytes[step.subject], (step.name,), frees=(buffer.name,))
         )
