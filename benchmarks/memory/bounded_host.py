@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,6 +33,7 @@ from torch import nn
 from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
@@ -51,8 +52,8 @@ CLAIM = (
 )
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MARGIN, CACHE_BAR, RATIO_BAR, STEPS, TOKENS = 1.10, 1 << 20, 4.0, 4, 32
-LARGE = {"hidden_size": 512, "intermediate_size": 1_408, "num_hidden_layers": 24}
-SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+Sizes = tuple[int, int, int]  # hidden, intermediate, layers
+SIZES: dict[str, Sizes] = {"large": (512, 1_408, 24), "small": (256, 704, 6)}
 MASTERS = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
 
@@ -87,16 +88,25 @@ class MemoryCgroup:
         return 0 if self._folder is None else int((self._folder / "memory.max_usage_in_bytes").read_text())
 
 
-def llama(sizes: dict[str, int]) -> nn.Module:
+def llama(sizes: Sizes) -> nn.Module:
     """Returns the model."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1_000, "use_cache": False}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    hidden, inner, layers = sizes
+    config = transformers.LlamaConfig(
+        vocab_size=1_000,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
     """Returns the samples of a step."""
-    tokens = torch.randint(1_000, (1, TOKENS + 1), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    tokens = torch.randint(1_000, (1, TOKENS), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def strategies_of(kind: str, folder: str) -> tuple[Strategy, ...]:
@@ -108,7 +118,7 @@ def strategies_of(kind: str, folder: str) -> tuple[Strategy, ...]:
     }[kind]
 
 
-def planned(kind: str, sizes: dict[str, int], folder: str) -> tuple[object, Plan]:
+def planned(kind: str, sizes: Sizes, folder: str) -> tuple[AnalyzedModel, Plan]:
     """Returns the analyzed model, and the plan of the run `kind`."""
     analyzed = analyze(lambda: llama(sizes), batch_of(0))
     job = Job(
@@ -121,7 +131,7 @@ def planned(kind: str, sizes: dict[str, int], folder: str) -> tuple[object, Plan
     return analyzed, make_plan(analyzed, job, Mesh(), strategies_of(kind, folder))
 
 
-def trained(kind: str, sizes: dict[str, int], folder: str, limit: int) -> Run:
+def trained(kind: str, sizes: Sizes, folder: str, limit: int) -> Run:
     """Trains in this process, which enters a cgroup of `limit` bytes before it has weights."""
     analyzed, plan = planned(kind, sizes, folder)
     cgroup, cached = MemoryCgroup(limit), []
@@ -168,36 +178,56 @@ def removed(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def measured(size: str, folder: str) -> dict[str, object]:
+@dataclass(frozen=True)
+class Figures:
+    """What all three runs show; bytes."""
+
+    parameters: int
+    states: int
+    host: int
+    device: int
+    limit: int
+    peak: int
+    page_cache: tuple[int, ...]
+    ended: bool
+    same_bits: bool
+    offload_is_killed: bool
+
+    @property
+    def ratio(self) -> float:
+        """The states over the host memory that the plan says."""
+        return self.states / self.host
+
+    @property
+    def holds(self) -> bool:
+        """Whether all bars hold."""
+        bounded = self.ended and max(self.page_cache) <= CACHE_BAR and self.ratio >= RATIO_BAR
+        return bounded and self.same_bits and self.offload_is_killed
+
+
+def measured(size: str, folder: str) -> Figures:
     """Returns the figures of all three runs."""
-    _, plan = planned("disk", SMALL if size == "small" else LARGE, folder)
-    on_host, on_device = (peak_nbytes(plan, 0, tier) for tier in ("host", "device"))
+    _, plan = planned("disk", SIZES[size], folder)
+    on_host, on_device = peak_nbytes(plan, 0, "host"), peak_nbytes(plan, 0, "device")
     states = state_bytes(plan, 0, "disk").total
     limit = int(MARGIN * (on_host + on_device))
     disk, host, memory = (
         run_process(kind, size, folder, 0 if kind == "memory" else limit)
         for kind in ("disk", "host", "memory")
     )
-    return {
-        "parameters": plan.model_spec.numel,
-        "states": states,
-        "host": on_host,
-        "device": on_device,
-        "limit": limit,
-        "ratio": states / on_host,
-        "peak": disk.peak if isinstance(disk, Run) else 0,
-        "page_cache": list(disk.cached) if isinstance(disk, Run) else [],
-        "ended": isinstance(disk, Run),
-        "same_bits": isinstance(disk, Run) and isinstance(memory, Run) and disk.digest == memory.digest,
-        "offload_is_killed": host == signal.SIGKILL,
-    }
-
-
-def holds(found: dict[str, object]) -> bool:
-    """Returns whether all bars hold."""
-    cached, ratio = found["page_cache"], found["ratio"]
-    bounded = bool(cached) and max(cached) <= CACHE_BAR and ratio >= RATIO_BAR
-    return bounded and all(found[name] for name in ("ended", "same_bits", "offload_is_killed"))
+    ended = isinstance(disk, Run)
+    return Figures(
+        plan.model_spec.numel,
+        states,
+        on_host,
+        on_device,
+        limit,
+        disk.peak if isinstance(disk, Run) else 0,
+        disk.cached if isinstance(disk, Run) else (),
+        ended,
+        isinstance(disk, Run) and isinstance(memory, Run) and disk.digest == memory.digest,
+        host == signal.SIGKILL,
+    )
 
 
 def main() -> None:
@@ -205,16 +235,16 @@ def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["--run"]:
         kind, size, folder, limit = sys.argv[2:]
-        found = trained(kind, SMALL if size == "small" else LARGE, folder, int(limit))
+        found = trained(kind, SIZES[size], folder, int(limit))
         print(json.dumps(vars(found)))
         return
     quick = "--quick" in sys.argv[1:]
     with TemporaryDirectory(dir="/var/tmp") as folder:
         found = measured("small" if quick else "large", folder)
-    print(json.dumps(found, indent=1), file=sys.stderr)
+    print(json.dumps(asdict(found), indent=1), file=sys.stderr)
     if quick:
         return
-    ratio = float(found["ratio"])
+    ratio = found.ratio
     result = Result.of(
         NAME,
         CLAIM,
@@ -222,9 +252,9 @@ def main() -> None:
         median=ratio,
         spread=(ratio, ratio),
         bar=RATIO_BAR,
-        holds=holds(found),
+        holds=found.holds,
         repeats=1,
-        detail=found,
+        detail=asdict(found),
     )
     print(result.write(NAME))
 

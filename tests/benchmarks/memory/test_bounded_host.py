@@ -1,15 +1,24 @@
 """The benchmark without a limit: the bits are equal; and what its bars refuse."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.memory import bounded_host
+from benchmarks.memory.bounded_host import Figures
 
-TINY = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
-GOOD = {
-    "page_cache": [0, 1 << 20],
-    "ratio": 4.0,
-    **dict.fromkeys(("ended", "same_bits", "offload_is_killed"), True),
-}
+TINY = 16, 20, 2
+GOOD = Figures(
+    parameters=100,
+    states=1_200,
+    host=300,
+    device=400,
+    limit=770,
+    peak=700,
+    page_cache=(0, 1 << 20),
+    ended=True,
+    same_bits=True,
+    offload_is_killed=True,
+)
 
 
 def test_all_runs_end_with_the_same_bits(tmp_path: Path):
@@ -19,8 +28,7 @@ def test_all_runs_end_with_the_same_bits(tmp_path: Path):
 
 
 def test_every_bar_counts():
-    assert bounded_host.holds(GOOD)
-    worse = {"page_cache": [(1 << 20) + 1], "ratio": 3.9, "ended": False, "same_bits": False}
-    worse["offload_is_killed"] = False
-    for name, value in worse.items():
-        assert not bounded_host.holds({**GOOD, name: value}), name
+    assert GOOD.holds
+    worse = {"page_cache": (0, (1 << 20) + 1), "host": 301, **dict.fromkeys(("ended", "same_bits"), False)}
+    for name, value in {**worse, "offload_is_killed": False}.items():
+        assert not replace(GOOD, **{name: value}).holds, name

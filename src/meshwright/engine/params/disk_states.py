@@ -245,10 +245,10 @@ class DiskStates:
         """Lets the tensors of a group rest in the file, and its buffers take those of another."""
         store = self._state.flat_params
         if has_failed and not record.states:  # the first step made some
-            optimizer_params = store.optimizer_params()
-            for optimizer in self._state.optimizers:
-                for name in record.action.tensors:
-                    optimizer.state.pop(optimizer_params.get(name), None)
+            stepped = store.optimizer_params().items()
+            for parameter in (each for name, each in stepped if name in record.action.tensors):
+                for optimizer in self._state.optimizers:
+                    optimizer.state.pop(parameter, None)
         for each in self._state.offloaded.resting(record.action):
             if each.key in record.resting:
                 each.assign(record.resting[each.key], is_fetched=False)

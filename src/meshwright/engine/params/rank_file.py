@@ -123,7 +123,7 @@ class RankFile:
 
     def _transfer(self, begin: int, tensor: torch.Tensor, action: str, *, writes: bool) -> None:
         """Moves all bytes of `tensor`, however few the system moves at a time (at most 2 GiB)."""
-        data, done = memoryview(tensor.numpy()), 0
+        data, done = tensor.numpy().data, 0
         transfer = os.pwritev if writes else os.preadv
         try:
             while done < len(data):

@@ -32,6 +32,7 @@ from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
 from meshwright.report.terminal.memory_and_sent_bytes import (
+    OTHER_TIERS,
     at_most_text,
     busiest_rank,
     expected_text,
@@ -200,7 +201,8 @@ class PlanOverview:
                 if (share := nbytes / total)
             ],
         )
-        for tier, name in {"host": "host memory", "disk": "disk"}.items():
+        for tier in OTHER_TIERS:
+            name = "host memory" if tier == "host" else tier
             by_category = peak_nbytes_by_category(self.plan, rank, tier)
             if not by_category:
                 continue
