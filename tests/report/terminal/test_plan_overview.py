@@ -35,7 +35,8 @@ from tests.report.terminal.test_action_table import all_programs, deep_model_spe
 from tests.tiny_model import analyzed_model, tiny_job
 
 DATA = DataSummary("bytes", 8, 2_952, num_tokens=377_780, padding=0.0002, ignored=0.0002, epochs=(0.0542,))
-ON = replace(ground(flops=1e9, moved=1e9, links=1e6), copy_rates={"host link": 1e9, "host memory": 1e9})
+RATES = {"host link": 1e9, "host memory": 1e9, "disk": 1e9}
+ON = replace(ground(flops=1e9, moved=1e9, links=1e6), copy_rates=RATES)
 NOTES = tuple(
     f"all_reduce over axis {axis}: ring, because it was measured to be the fastest" for axis in "abcdef"
 )

@@ -15,7 +15,7 @@ finds no states: READ_STATES reads the masters alone, and WRITE_STATES gives wha
 place in the record. A step that is left out copies and writes nothing.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -28,7 +28,7 @@ from meshwright.engine.params.rank_file import RankFile, page_aligned
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
-from meshwright.plan.step.memory.model_states import GroupStates, group_states
+from meshwright.plan.step.memory.model_states import WIDEST_ITEM_NBYTES
 from meshwright.plan.step.program import Action, Allocation
 from meshwright.plan.strategy_interface import Handler
 
@@ -54,16 +54,21 @@ class _Place:
         return record[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
+def _end(places: Iterable[_Place]) -> int:
+    """Returns the first byte behind all of `places`."""
+    return max((each.end for each in places), default=0)
+
+
 @dataclass
 class _Record:
     """The bytes of one parameter group in the file, `mapped`, from `begin` on, and what lies where in them.
 
-    `buffer` is where they were read to, and `in_buffer` what the optimizer finds there, during a step.
+    `action` is one on the group. `buffer` is where the bytes were read to, and `in_buffer` what the optimizer
+    finds there, during a step.
     """
 
     action: Action
     begin: int
-    states_begin: int
     mapped: torch.Tensor
     masters: dict[TensorKey, _Place] = field(default_factory=dict)
     states: dict[TensorKey, _Place] = field(default_factory=dict)
@@ -74,8 +79,7 @@ class _Record:
     @property
     def used_nbytes(self) -> int:
         """The bytes up to the end of the last tensor, as whole blocks."""
-        end = max((each.end for each in (*self.masters.values(), *self.states.values())), default=0)
-        return round_up(end, FILE_BLOCK_NBYTES)
+        return round_up(_end((*self.masters.values(), *self.states.values())), FILE_BLOCK_NBYTES)
 
     def place(self, key: TensorKey) -> _Place:
         """Returns the place of the master or state `key`."""
@@ -83,23 +87,21 @@ class _Record:
 
     def add_master(self, key: TensorKey, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns the place of the master `key` in the file, behind those before it."""
-        begin = max((each.end for each in self.masters.values()), default=0)
-        self._add(self.masters, key, _Place(begin, tuple(shape), dtype), self.states_begin)
+        self._add(self.masters, key, _Place(_end(self.masters.values()), tuple(shape), dtype))
         return self.resting[key]
 
     def add_states(self, found: Iterable[RestingTensor]) -> None:
         """Gives the states in `found` that have no place theirs."""
         new = (each for each in found if each.key not in self.masters and each.key not in self.states)
         for each in sorted(new, key=lambda each: -each.tensor.element_size()):
-            begin = max((each.end for each in self.states.values()), default=self.states_begin)
-            begin = round_up(begin, each.tensor.element_size())
-            place = _Place(begin, tuple(each.tensor.shape), each.tensor.dtype)
-            self._add(self.states, each.key, place, len(self.mapped))
+            begin = round_up(_end(self.masters.values()), WIDEST_ITEM_NBYTES)
+            begin = round_up(max(begin, _end(self.states.values())), each.tensor.element_size())
+            self._add(self.states, each.key, _Place(begin, tuple(each.tensor.shape), each.tensor.dtype))
 
-    def _add(self, places: dict[TensorKey, _Place], key: TensorKey, place: _Place, end: int) -> None:
-        if place.end > end:
+    def _add(self, places: dict[TensorKey, _Place], key: TensorKey, place: _Place) -> None:
+        if place.end > len(self.mapped):
             text = f"{' of '.join(reversed(key))} ends at byte {place.end} of the record of "
-            raise ValueError(f"{text}{self.action.subject}, and the plan leaves room for {end}")
+            raise ValueError(f"{text}{self.action.subject}, and the plan leaves room for {len(self.mapped)}")
         places[key], self.resting[key] = place, place.view(self.mapped)
 
 
@@ -109,19 +111,18 @@ class DiskStates:
     def __init__(self, state: RankState) -> None:
         self._state, plan = state, state.plan
         self._like = next(iter(state.trained_module.parameters.values())).detach()
-        params = {group.name: group.names for group in plan.view.param_groups}
-        self._group_of = {name: group for group, names in params.items() for name in names}
-        groups = [each for each in group_states(plan.job, plan.view) if each.record_nbytes]
-        self.nbytes, self._file = sum(each.record_nbytes for each in groups), None
+        reads = [action for action in plan.actions if action.kind == "READ_STATES"]
+        self._group_of = {name: read.subject for read in reads for name in read.tensors}
+        self.nbytes, self._file = sum(map(_nbytes, reads)), None
         if isinstance(self._like, FakeTensor) or not self.nbytes:
             mapped = self._like.new_empty(self.nbytes, dtype=torch.uint8, device="cpu")
         else:
             self._file = RankFile(plan.sharding.tiers.disk_folder, self.nbytes)
             mapped = self._file.tensor
-        self._records = dict(_records(groups, mapped, params))
+        self._records = {each.action.subject: each for each in _records(reads, mapped)}
         self._is_cached = True  # initial values, in memory of the file system
         self._buffers: dict[str, torch.Tensor] = {}
-        self._first_read = next((each.name for each in plan.actions if each.kind == "READ_STATES"), "")
+        self._first_read = reads[0].name if reads else ""
         self.handlers: dict[str, Handler] = {
             "READ_STATES": self.read_states,
             "OFFLOAD_GRAD": self.offload_grads,
@@ -285,13 +286,14 @@ class DiskStates:
         return self._buffers[allocation.name]
 
 
-def _records(
-    groups: Iterable[GroupStates], mapped: torch.Tensor, params: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, _Record]]:
-    """Yields the record of each group, by name: one behind the other in the file, which is `mapped`."""
+def _records(reads: Iterable[Action], mapped: torch.Tensor) -> Iterator[_Record]:
+    """Yields the records that `reads` read, one behind the other in the file, which is `mapped`."""
     begin = 0
-    for group in groups:
-        end = begin + group.record_nbytes
-        action = Action("STEP", group.name, tensors=tuple(params[group.name]))
-        yield group.name, _Record(action, begin, group.record_states_begin, mapped[begin:end])
+    for read in reads:
+        end = begin + _nbytes(read)
+        yield _Record(read, begin, mapped[begin:end])
         begin = end
+
+
+def _nbytes(action: Action) -> int:
+    return 0 if action.transfer is None else action.transfer.nbytes
