@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.engine.params.offloaded_states import RestingTensor
 from meshwright.engine.params.rank_file import RankFile, page_aligned
+from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
@@ -225,6 +226,7 @@ class DiskStates:
                 self._leave_buffer(record, has_failed=True)
         if self._is_cached and self._file is not None:
             self._file.drop_cache()
+            trim_heap()  # and what they were made in
         self._is_cached = False
 
     def _enter_buffer(self, action: Action, record: _Record) -> None:
