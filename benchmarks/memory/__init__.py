@@ -5,4 +5,5 @@ offload_parity           random plans with offload, beside the same plans withou
 planted_offload_faults   faults that the comparison or the static checks must find
 offload_bytes            copies and memory of both tiers, against the formulas
 offload_vs_peers         step time against DeepSpeed and FSDP2
+bounded_host             optimizer states on disk, within the memory that the plan says
 """

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from random import Random
+from tempfile import gettempdir
 
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.strategy_interface import Strategy
@@ -20,6 +22,9 @@ def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy,
         modes.append(Offload(("optimizer_states", "gradients"), "host"))
         if stages == [3]:
             modes.append(Offload(("optimizer_states", "gradients", "weights"), "host"))
-    mixed = [*strategies, rng.choice(modes)]
+    chosen: Strategy = rng.choice(modes)
+    if rng.random() < 0.3:
+        chosen = DiskOffload(gettempdir(), num_buffers=rng.choice((1, 2, 3)))
+    mixed = [*strategies, chosen]
     rng.shuffle(mixed)
     return tuple(mixed)

@@ -125,7 +125,7 @@ TECHNIQUES: Mapping[str, str] = (
                 name: name
                 for name in (
                     *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
-                    "offload",
+                    *("offload", "disk_offload"),
                     "gist",
                 )
             },

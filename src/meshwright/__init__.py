@@ -42,6 +42,7 @@ _MODULES = {
     "meshwright.parallel.data.zero": ("ZeRO",),
     "meshwright.parallel.memory.activation_checkpointing": ("ActivationCheckpointing",),
     "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),
+    "meshwright.parallel.memory.disk_offload": ("DiskOffload",),
     "meshwright.parallel.memory.offload": ("Offload",),
     "meshwright.parallel.memory.gist": ("Gist",),
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),

@@ -24,6 +24,7 @@ from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParall
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -73,5 +74,6 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Gist,
         TiledMLP,
         Offload,
+        DiskOffload,
     )
 )

@@ -10,13 +10,12 @@ order (message_checks.py), what pipeline ranks do not agree on (tied_grad_sums.p
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
-from meshwright.plan.hardware.memory_tiers import MemoryTiers
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
+from meshwright.plan.step.memory.tier_copies import tier_copy_conflicts
 from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
@@ -28,13 +27,11 @@ from meshwright.plan.step.single_device_program import (
     WEIGHT_GRAD_KINDS,
     stepped_microbatches,
 )
-from meshwright.plan.step.tied_params import sums_grads
 from meshwright.plan.step.weight_stashing import version_conflicts
 from meshwright.verifier.message_checks import check_message_order, check_messages, check_streams
 from meshwright.verifier.nccl_deadlocks import check_evaluation, find_nccl_deadlocks
 from meshwright.verifier.tied_grad_sums import check_tied_params
 
-_COPIES_OF_STEPPED = ("OFFLOAD_STATES", "FETCH_PARAM")
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "
     "find which"
@@ -55,7 +52,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_uses(rank_plan, role.actions),
             _check_whole_batch(rank_plan, role.actions),
             _check_batch_sums(rank_plan, role.actions),
-            _check_tier_copies(plan.sharding.tiers, role.actions),
+            tier_copy_conflicts(plan.sharding.tiers, role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),
@@ -360,54 +357,6 @@ def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         left_out = _weights_missing_in(plan, [name for action in broadcasts for name in action.tensors])
         if left_out:
             yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
-
-
-def _check_tier_copies(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterator[str]:
-    """Yields steps that do not wait for the copies of what they read, copies that do not wait for what they
-    copy, and buffers that are filled again before they are copied out.
-    """
-    if tiers.optimizer_states == "device":
-        return
-    by_kind: dict[str, list[Action]] = defaultdict(list)
-    for action in actions:
-        by_kind[action.kind].append(action)
-    freed_by: dict[str, str] = {}
-    last_use = max((i for i, action in enumerate(actions) if action.kind in PARAM_USE_KINDS), default=-1)
-
-    def sharing(action: Action, kinds: Iterable[str]) -> list[str]:
-        others = (each for kind in kinds for each in by_kind[kind])
-        return [each.name for each in others if not set(action.tensors).isdisjoint(each.tensors)]
-
-    for at, action in enumerate(actions):
-        needed: list[str] = []
-        if tiers.delay and action.kind in ("FETCH_PARAM", "OFFLOAD_GRAD"):
-            step = Action("STEP", action.subject).name
-            if step not in action.previous_waits:
-                yield f"{action.name} does not wait for {step} of the step before"
-        if tiers.delay and action.kind == "FETCH_PARAM" and at < last_use:
-            yield f"{action.name} replaces weights before {actions[last_use].name} has used them"
-        elif tiers.delay and action.kind == "FETCH_PARAM":
-            continue
-        if action.kind == "STEP":
-            needed = sharing(action, ("FETCH_STATES", "OFFLOAD_GRAD"))
-            if not sharing(action, _COPIES_OF_STEPPED) and (needed or tiers.step == "host"):
-                yield f"{action.name} updates what no {' or '.join(_COPIES_OF_STEPPED)} copies to its tier"
-            if not needed and tiers.step == "host" and tiers.gradients == "device":
-                yield f"{action.name} reads gradients on the host, and no OFFLOAD_GRAD copies them"
-        elif action.kind == "UNSHARD":
-            copy = replace(action, kind="FETCH_PARAM").name
-            if tiers.weights == "host" and copy not in action.waits:
-                yield f"{action.name} does not wait for {copy}"
-        elif action.kind in _COPIES_OF_STEPPED and not (tiers.weights == "host" and "," in action.subject):
-            needed = [Action("STEP", action.subject).name]
-        elif action.kind == "OFFLOAD_GRAD":
-            summed = (each for each in actions if sums_grads(each))
-            needed = [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
-        elif action.kind == "FETCH_STATES":
-            needed = [freed_by[each.name] for each in action.allocations if each.name in freed_by]
-        awaited = transitive_waits(actions, action) if needed else set[str]()
-        yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
-        freed_by |= dict.fromkeys(action.frees, action.name)
 
 
 def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:

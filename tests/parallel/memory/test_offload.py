@@ -16,6 +16,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipedream import PipeDream
+from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
@@ -77,7 +78,7 @@ def trained(plan: Plan, steps: int = 3) -> list[dict[str, object]]:
         found |= {name: value.values if isinstance(value, TensorShard) else value for name, value in saved}
         found = bits({**executor.gather_parameters(use_masters=True), **found})
         copied = {name: n - before.get(name, 0) for name, n in world.ledger.copied_nbytes.items()}
-        tiers = {tier: executor.memory_by_category(tier) for tier in ("device", "host")}
+        tiers = {tier: executor.memory_by_category(tier) for tier in MEMORY_TIERS}
         executor.close()
         return {"bits": found, "copied": copied, "memory": tiers}
 

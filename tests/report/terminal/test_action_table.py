@@ -23,6 +23,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -197,11 +198,11 @@ def pipeline_programs() -> tuple[Plan, ...]:
 
 @cache
 def offloaded_programs() -> tuple[Plan, ...]:
-    """Optimizer states that the device steps in turn, and those that the host steps."""
+    """Optimizer states that the device steps in turn, those that the host steps, and those on disk."""
     spec, rows = SyntheticModel().model_spec, BatchSplit(axis="dp_shard")
     return tuple(
         Plan.make(JOB, Mesh(dp_shard=3), spec, (rows, ZeRO(stage=2), offload), 2)
-        for offload in (Offload(), Offload(step_on="host"))
+        for offload in (Offload(), Offload(step_on="host"), DiskOffload("folder"))
     )
 
 

@@ -16,10 +16,10 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.prediction import predict_step
-from meshwright.planner.program_cost.rank_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import DataSummary
-from meshwright.report.terminal.memory_and_sent_bytes import sent_nbytes_by_role
+from meshwright.report.terminal.memory_and_sent_bytes import sent_nbytes_by_role, states_text
 from meshwright.report.terminal.plan_overview import (
     MAX_LINES,
     PlanOverview,
@@ -35,7 +35,8 @@ from tests.report.terminal.test_action_table import all_programs, deep_model_spe
 from tests.tiny_model import analyzed_model, tiny_job
 
 DATA = DataSummary("bytes", 8, 2_952, num_tokens=377_780, padding=0.0002, ignored=0.0002, epochs=(0.0542,))
-ON = replace(ground(flops=1e9, moved=1e9, links=1e6), copy_rates={"host link": 1e9, "host memory": 1e9})
+RATES = {"host link": 1e9, "host memory": 1e9, "disk": 1e9}
+ON = replace(ground(flops=1e9, moved=1e9, links=1e6), copy_rates=RATES)
 NOTES = tuple(
     f"all_reduce over axis {axis}: ring, because it was measured to be the fastest" for axis in "abcdef"
 )
@@ -147,7 +148,7 @@ def test_a_device_that_fits_what_is_expected_and_not_the_most_stands_out():
 
 
 def test_a_host_that_is_too_small_stands_out_and_an_unknown_one_is_named():
-    _, plan = offloaded_programs()
+    _, plan, _ = offloaded_programs()
     needed, device = peak_nbytes(plan, 0, "host"), find_device("h100")
     small, large = (replace(device, host_memory=nbytes) for nbytes in (needed - 1, needed))
     texts = (" ".join(shown(overview(plan, device=each)).split()) for each in (small, large, device))
@@ -157,6 +158,14 @@ def test_a_host_that_is_too_small_stands_out_and_an_unknown_one_is_named():
     assert f"host memory of rank 0, the fullest: {format_nbytes(needed)}" in fits
     assert "and the host has" not in fits
     assert "nothing is known" not in fits
+
+
+def test_what_rests_on_disk_is_said():
+    *_, plan = offloaded_programs()
+    states, text = state_bytes(plan, 0, "disk"), " ".join(shown(overview(plan)).split())
+    assert f"disk of rank 0, the fullest: {format_nbytes(states.total)} (master" in text
+    assert "host memory of rank 0, the fullest" in text
+    assert f"{format_nbytes(states.total)} on disk" in states_text(plan)
 
 
 def test_the_timeline_is_shown_where_there_is_room_for_it():

@@ -7,7 +7,7 @@ An optimizer sees the parameters of one group alone when it steps that group, so
 one step costs. An optimizer of the user may count its calls; it gets all gradients at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -55,6 +55,9 @@ class OptimizerUpdate:
         # no rank knows the norm: GLOBAL_NORM adds it up
         self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
         self._buffer = torch.empty(0)
+        # states on disk are stepped in buffers, to which each STEP brings its gradients
+        self._grads_come_late = plan.sharding.tiers.optimizer_states == "disk"
+        self._scale_late: Callable[[list[nn.Parameter]], None] | None = None
 
     @property
     def loss_scale_value(self) -> float:
@@ -68,15 +71,17 @@ class OptimizerUpdate:
 
     def clip(self, action: Action) -> None:
         """Computes the gradient norm, each parameter once; STEP then unscales and clips to `train.clip`."""
-        parameters = [] if self._casts else self._clipped_params[action.name]
-        for parameter in parameters:
+        parameters, self._scale_late = [] if self._casts else self._clipped_params[action.name], None
+        for parameter in () if self._grads_come_late else parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = (
-            self._store.total_norm
-            if self._norm_needs_collective
-            else total_norm(list(self._gradients(parameters)))
-        )
+        if self._norm_needs_collective:
+            norm = self._store.total_norm
+        elif self._grads_come_late and not self._casts:
+            names = (name for name in action.tensors if name in self._optimizer_params)
+            norm = total_norm([self._device_gradient(name) for name in names])
+        else:
+            norm = total_norm(list(self._gradients(parameters)))
         self._state.step.scaled_norm = norm.to(self._state.world.device)
         self._state.step.loss_scale = self.loss_scale_value
         if self._state.plan.sharding.tiers.step == "host":
@@ -90,9 +95,18 @@ class OptimizerUpdate:
         clips = bool(limit) and not true_norm + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it
         self._divisor = self.loss_scale_value * ((true_norm + 1e-6) / limit if clips else 1.0)
         if clips and self.loss_scale is None and not self._casts:
-            clip_in_step(self._optimizers, parameters, norm, (norm + 1e-6) / limit, limit)
+            divisor = (norm + 1e-6) / limit
+            self._scale(parameters, lambda found: clip_in_step(self._optimizers, found, norm, divisor, limit))
         elif self.loss_scale is not None and not self._casts:
-            divide_in_step(self._optimizers, parameters, self._divisor)
+            divisor = self._divisor
+            self._scale(parameters, lambda found: divide_in_step(self._optimizers, found, divisor))
+
+    def _scale(self, parameters: list[nn.Parameter], scale: Callable[[list[nn.Parameter]], None]) -> None:
+        """Scales the gradients of `parameters`, or lets each STEP scale those that it finds."""
+        if self._grads_come_late:
+            self._scale_late = scale
+        else:
+            scale(parameters)
 
     def _clip_unread(self, parameters: list[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
         """Lets STEP divide by a number on the device, which is 1 where the norm is below `limit`."""
@@ -120,6 +134,8 @@ class OptimizerUpdate:
             chosen = [self._optimizer_params[name] for name in names if name in self._optimizer_params]
             ids = set(map(id, chosen))
             groups = [group for group in groups if not ids.isdisjoint(map(id, group.parameters))]
+        if self._scale_late is not None and chosen:
+            self._scale_late(chosen)
         if not self._casts:
             self._step(chosen)
         for group in (_merge_groups(groups),) if self._casts and self._is_user_made else groups:
@@ -144,6 +160,12 @@ class OptimizerUpdate:
             )
         else:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+    def _device_gradient(self, name: str) -> torch.Tensor:
+        """Returns the summed gradient of `name` on the device; a zero if backward did not reach it."""
+        flat_param, weight = self._store.flat_param_of(name), self._state.trained_module.parameters[name]
+        gradient = weight.grad if flat_param is None else flat_param.param_gradient(name)
+        return weight.new_zeros(1) if gradient is None else gradient
 
     def _step(self, chosen: Iterable[nn.Parameter] | None) -> None:
         """Steps the parameters in `chosen`; None: all. The optimizers see no others, which cost nothing."""

@@ -253,11 +253,15 @@ def load_optimizer_state(
         if name in optimizer_params
         or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
     ]
-    rests_on_host = state.plan.sharding.tiers.optimizer_states == "host"
-    device = torch.device("cpu") if rests_on_host else None
-    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(local_value, load_entry), device)
-    if rests_on_host:
-        state.offloaded.adopt_states()
+    is_offloaded = state.plan.sharding.tiers.optimizer_states != "device"
+    device = torch.device("cpu") if is_offloaded else None
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    # what rests on disk is in memory one parameter group at a time
+    for entries in [local_value] if state.disk is None else state.disk.entries_by_group(local_value):
+        _add_optimizer_state(optimizers, optimizer_params, LazyTensors(entries, load_entry), device)
+        if is_offloaded:
+            state.offloaded.adopt_states(entries)
 
 
 def _state_shard(
@@ -336,12 +340,23 @@ def load_local_optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
     state_dict: Mapping[str, torch.Tensor],
-    rests_on: torch.device | None = None,
 ) -> None:
-    """Replaces the optimizers' state by copies of `state_dict`, on `rests_on`, or each parameter's device.
+    """Replaces the optimizers' state by copies of `state_dict`, each on its parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    _add_optimizer_state(optimizers, parameters, state_dict)
+
+
+def _add_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, torch.Tensor],
+    rests_on: torch.device | None = None,
+) -> None:
+    """Adds copies of `state_dict` to the optimizers' state, on `rests_on` or each parameter's device."""
     owners = {
         id(p): optimizer
         for optimizer in optimizers
@@ -349,8 +364,6 @@ def load_local_optimizer_state(
         for p in group["params"]
     }
     groups = all_param_groups(optimizers)
-    for optimizer in optimizers:
-        optimizer.state.clear()
     for entry, tensor in state_dict.items():
         key, _, name = entry.partition("/")
         key, _, kind = key.partition(":")

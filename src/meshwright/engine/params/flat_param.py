@@ -10,7 +10,8 @@ Where the host steps weights that rest on the device (plan/hardware/memory_tiers
 host_gradient      [ w1 | w2 ]            a copy of the gradient, which the optimizer reads
 host_weights       [ w1 | w2 ]            the stepped weights in the dtype of the shard, to be copied into it
 
-A master that rests on the host while the device steps is copied to the device for its STEP (`move_master`).
+A master that rests in another tier than that of the step is copied there for its STEP (`move_master`). If it
+rests on disk, the two copies on the host are in buffers that parameter groups share, from STEP to STEP.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class FlatParam:
     `full_tensor` has spec.numel elements, the others spec.shard_numel. `shard_is_remote`: the shard rests on
     the host, and its range of the full tensor is filled before an all-gather.
     Without a `master` the optimizer steps the shard itself. `optimizer_params` are, by weight, views of the
-    stepped tensor, or tensors without memory while a master that the device steps rests on the host.
+    stepped tensor, or tensors without memory while a master rests in another tier; `steps_on_host`: the host
+    steps them.
     """
 
     spec: FlatParamSpec
@@ -43,6 +45,7 @@ class FlatParam:
     block_calls: tuple[str, ...]
     is_sharded: bool = False
     shard_is_remote: bool = False
+    steps_on_host: bool = False
     master: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     host_gradient: torch.Tensor | None = None
@@ -135,14 +138,33 @@ class FlatParam:
 
     def move_master(self, master: torch.Tensor, *, is_fetched: bool) -> None:
         """Makes `master` the master: `is_fetched` to be stepped, else to rest in another tier."""
-        self.master = master
+        self.master, like = master, master if self.steps_on_host else self.shard
         for param_shard in self.param_shards:
             parameter = self.optimizer_params[param_shard.name]
             parameter.data = (
                 self.shard_view(master, param_shard)
                 if is_fetched
-                else without_memory(parameter.shape, parameter.dtype, self.shard)
+                else without_memory(parameter.shape, parameter.dtype, like)
             )
+
+    def place_host_gradient(self, buffer: torch.Tensor) -> None:
+        """Makes the begin of `buffer` the place of the gradient that the host reads, if there is one."""
+        if self.gradient is not None:
+            self.host_gradient = buffer[: self.gradient.nbytes].view(self.gradient.dtype)
+            self.assign_grads(self.host_gradient)
+
+    def place_host_weights(self, buffer: torch.Tensor | None) -> None:
+        """Makes the begin of `buffer` the place of the stepped weights; None: they are the master."""
+        shard = self.shard
+        self.host_weights = self.master if buffer is None else buffer[: shard.nbytes].view(shard.dtype)
+        if not self.optimizer_params:  # nothing but padding, which no step rounds
+            self.round_master()
+
+    def release_host_copies(self) -> None:
+        """Gives up both places: another parameter group takes them."""
+        self.host_gradient = self.host_weights = None
+        for parameter in self.optimizer_params.values():
+            parameter.grad = None
 
     def assign_grads(self, gradient: torch.Tensor) -> None:
         """Gives the optimizer's parameters views of `gradient`, if it has their dtype: else it is cast when

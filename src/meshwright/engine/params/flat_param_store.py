@@ -56,10 +56,8 @@ class FlatParamStore:
         self._param_shardings = {
             param_sharding.param.name: param_sharding for param_sharding in plan.view.param_shardings
         }
-        self._norm_param_names, self.reported_param_names = (
-            plan.view.params_counted_in_norm,
-            plan.view.params_counted_in_sum,
-        )
+        self._norm_param_names = plan.view.params_counted_in_norm
+        self.reported_param_names = plan.view.params_counted_in_sum
         for name, spec in plan.view.flat_param_specs.items():
             first = spec.params[0][0]
             flat = self._param_shardings[first].is_stored_sharded
@@ -374,6 +372,10 @@ class FlatParamStore:
             and self._param_shardings[first].param.trainable
             and first not in self.matrix_owners.param_names
         ):
+            flat_param.steps_on_host, disk = copies, self._state.disk
+            if disk is not None:
+                flat_param.master = disk.master(first, (numel,), self._master_dtype, flat_param.spec.name)
+                return flat_param
             is_on_host = self._tiers.optimizer_states == "host"
             flat_param.master = self._empty(numel, self._master_dtype, is_on_host=is_on_host).zero_()
             if copies:
@@ -389,10 +391,8 @@ class FlatParamStore:
         return like.new_empty(numel, dtype=dtype)
 
     def _optimizer_shape(self, param_shard: ParamShard) -> tuple[int, ...]:
-        param_sharding = self._param_shardings[param_shard.name]
-        return (
-            param_sharding.param.shape if param_sharding.shard_alignment == "matrix" else (param_shard.numel,)
-        )
+        sharding = self._param_shardings[param_shard.name]
+        return sharding.param.shape if sharding.shard_alignment == "matrix" else (param_shard.numel,)
 
     def gradient(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns the summed gradient of `flat_param`, which its first use makes."""

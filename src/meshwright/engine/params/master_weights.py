@@ -61,7 +61,7 @@ class MasterWeights:
             for name, weight in self._weights.items():
                 value = subject.initial_values[name] if name in subject.initial_values else weight.detach()
                 self._make_master(name, value, dtype, tiers)
-                if tiers.step == "host":
+                if tiers.optimizer_states == "host" and tiers.step == "host":
                     self._host_weights[name] = self._values[name]
                     if rounds:
                         self._host_weights[name] = state.host_memory.empty(weight.shape, weight.dtype, weight)
@@ -91,16 +91,20 @@ class MasterWeights:
         return sum(gradient.nbytes for gradient in self._host_gradients.values())
 
     def _make_master(self, name: str, value: torch.Tensor, dtype: torch.dtype, tiers: MemoryTiers) -> None:
+        weight, disk = self._weights[name].detach(), self._state.disk
         if tiers.optimizer_states == "device":
             self._values[name] = value.to(dtype, copy=True)
         else:
-            self._values[name] = self._state.host_memory.empty(
-                value.shape, dtype, self._weights[name].detach()
+            self._values[name] = (
+                self._state.host_memory.empty(value.shape, dtype, weight)
+                if disk is None
+                else disk.master(name, value.shape, dtype)
             )
             self._values[name].copy_(value)
         rests = tiers.optimizer_states != tiers.step
+        like = weight if tiers.step == "device" else self._values[name]
         self._masters[name] = nn.Parameter(
-            without_memory(value.shape, dtype, self._weights[name].detach()) if rests else self._values[name]
+            without_memory(value.shape, dtype, like) if rests else self._values[name]
         )
 
     def master(self, name: str) -> torch.Tensor | None:
@@ -110,17 +114,16 @@ class MasterWeights:
     def move_master(self, name: str, master: torch.Tensor, *, is_fetched: bool) -> None:
         """Makes `master` that of the weight `name`: `is_fetched` to be stepped, else to rest elsewhere."""
         self._values[name] = master
-        weight = self._weights[name].detach()
-        self._masters[name].data = (
-            master if is_fetched else without_memory(master.shape, master.dtype, weight)
-        )
+        steps_on_host = self._state.plan.sharding.tiers.step == "host"
+        like = master if steps_on_host else self._weights[name].detach()
+        self._masters[name].data = master if is_fetched else without_memory(master.shape, master.dtype, like)
 
     def grads_to_host(self, names: Iterable[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the copies to make, (target, source), of the gradients of `names` to the host, where the
         optimizer reads them; zeros where backward did not reach a weight.
         """
         pairs = []
-        for name in (name for name in names if name in self._host_weights):
+        for name in (name for name in names if name in self._masters):
             weight, master = self._weights[name], self._masters[name]
             if name not in self._host_gradients:
                 self._host_gradients[name] = self._state.host_memory.empty(
@@ -130,6 +133,32 @@ class MasterWeights:
             pairs.append((target, torch.zeros_like(weight) if weight.grad is None else weight.grad))
             master.grad = target if target.dtype == master.dtype else None
         return pairs
+
+    def place_host_gradients(self, names: Iterable[str], buffer: torch.Tensor) -> None:
+        """Makes `buffer` the place of the gradients of `names` that the host reads, one behind the other."""
+        self._host_gradients |= self._views(names, buffer)
+
+    def place_host_weights(self, names: Iterable[str], buffer: torch.Tensor | None) -> None:
+        """Makes `buffer` the place of the stepped weights of `names`; None: they are the masters."""
+        views = {name: self._values[name] for name in names} if buffer is None else self._views(names, buffer)
+        self._host_weights |= views
+
+    def release_host_copies(self, names: Iterable[str]) -> None:
+        """Gives up both places: another parameter group takes them."""
+        for name in names:
+            self._host_gradients.pop(name, None)
+            self._host_weights.pop(name, None)
+            self._masters[name].grad = None
+
+    def _views(self, names: Iterable[str], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns tensors in `buffer` that are like the weights `names`."""
+        views, begin = {}, 0
+        for name in names:
+            weight = self._weights[name]
+            end = begin + weight.nbytes
+            views[name] = buffer[begin:end].view(weight.dtype).view(weight.shape)
+            begin = end
+        return views
 
     def weights_to_device(self, names: Iterable[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the copies to make of the weights that the host has stepped to the device."""

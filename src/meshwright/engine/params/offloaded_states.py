@@ -13,7 +13,7 @@ and write them as they are. The first step finds no states: FETCH_STATES copies 
 OFFLOAD_STATES takes what the optimizer has made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,8 +28,8 @@ from meshwright.plan.strategy_interface import Handler
 
 
 @dataclass(frozen=True)
-class _Resting:
-    """A tensor that rests on the host; `assign(tensor, is_fetched=...)` puts another in its place."""
+class RestingTensor:
+    """A tensor that rests in another tier; `assign(tensor, is_fetched=...)` puts another in its place."""
 
     key: tuple[str, str]
     tensor: torch.Tensor
@@ -56,9 +56,9 @@ class OffloadedStates:
     """Copies the model states of one rank between host and device."""
 
     def __init__(self, state: RankState) -> None:
-        self._state = state
+        self._state, self._optimizer_params = state, state.flat_params.optimizer_params()
         # what was fetched, until it is offloaded, and where it rests
-        self._fetched: dict[tuple[str, str], tuple[_Resting, torch.Tensor]] = {}
+        self._fetched: dict[tuple[str, str], tuple[RestingTensor, torch.Tensor]] = {}
         self._first_fetch = next(
             (each.name for each in state.plan.actions if each.kind == "FETCH_STATES"), ""
         )
@@ -78,7 +78,7 @@ class OffloadedStates:
         """Starts to copy the states of a group into the buffer that the action allocates."""
         if action.name == self._first_fetch:
             self._settle()
-        resting = sorted(self._resting(action), key=lambda each: -each.tensor.element_size())
+        resting = sorted(self.resting(action), key=lambda each: -each.tensor.element_size())
         (allocation,), pairs, at = action.allocations, [], 0
         if resting:  # the first step may find nothing
             buffer = self._state.flat_params.buffer(allocation.name, allocation.nbytes, torch.uint8)
@@ -95,7 +95,7 @@ class OffloadedStates:
     def offload_states(self, action: Action) -> None:
         """Starts to copy the states of a group back to the host; the buffer is free when it has ended."""
         pairs, host_memory = [], self._state.host_memory
-        for each in self._resting(action):
+        for each in self.resting(action):
             _, target = self._fetched.pop(each.key, (None, None))
             if target is None:
                 target = host_memory.empty(each.tensor.shape, each.tensor.dtype, each.tensor)
@@ -163,10 +163,15 @@ class OffloadedStates:
             pairs = store.master_weights.weights_to_device(action.tensors)
         else:
             pairs = [] if flat_param.host_weights is None else [(flat_param.shard, flat_param.host_weights)]
-        self._state.issue(action, self._state.host_memory.start_copies(action, pairs))
+        overwrites = self._state.disk is not None  # the next group takes the buffer
+        work = self._state.host_memory.start_copies(action, pairs, overwrites_sources=overwrites)
+        self._state.issue(action, work)
 
-    def adopt_states(self) -> None:
-        """Moves optimizer states that were loaded from a checkpoint into memory that is fast to copy."""
+    def adopt_states(self, entries: Iterable[str]) -> None:
+        """Moves optimizer states that were loaded from `entries` of a checkpoint to where they rest."""
+        if self._state.disk is not None:
+            self._state.disk.adopt_states(entries)
+            return
         for optimizer in self._state.optimizers:
             for states in optimizer.state.values():
                 for key, value in states.items():
@@ -180,23 +185,22 @@ class OffloadedStates:
             each.assign(target, is_fetched=False)
         self._fetched.clear()
 
-    def _resting(self, action: Action) -> list[_Resting]:
-        """Returns what rests on the host of the parameters of `action`: masters, and optimizer states."""
+    def resting(self, action: Action) -> list[RestingTensor]:
+        """Returns what rests in another tier of the parameters of `action`: masters, and optimizer states."""
         store, found = self._state.flat_params, []
         flat_param, masters = store.flat_param_of(action.tensors[0]), store.master_weights
         if flat_param is not None and flat_param.master is not None and flat_param.optimizer_params:
-            found.append(_Resting((action.subject, "master"), flat_param.master, flat_param.move_master))
+            found.append(RestingTensor((action.subject, "master"), flat_param.master, flat_param.move_master))
         for name in action.tensors:
             master = masters.master(name)
             if master is not None:
-                found.append(_Resting((name, "master"), master, partial(masters.move_master, name)))
-        optimizer_params = store.optimizer_params()
-        for name in (name for name in action.tensors if name in optimizer_params):
+                found.append(RestingTensor((name, "master"), master, partial(masters.move_master, name)))
+        for name in (name for name in action.tensors if name in self._optimizer_params):
             for optimizer in self._state.optimizers:
-                states = optimizer.state.get(optimizer_params[name], {})
+                states = optimizer.state.get(self._optimizer_params[name], {})
                 for key, value in states.items():
                     if isinstance(value, torch.Tensor):
-                        found.append(_Resting((name, key), value, partial(_assign, states, key)))
+                        found.append(RestingTensor((name, key), value, partial(_assign, states, key)))
         return found
 
 

@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class CopyWork(Work):
-    """A copy on `stream`; `to_host`: whoever waits for it reads it on the host."""
+    """A copy on `stream`; `host_waits`: whoever waits for it reads or writes its tensors on the host."""
 
-    def __init__(self, stream: torch.Stream, device: torch.device, *, to_host: bool) -> None:
-        self._stream, self._device, self._to_host = stream, device, to_host
+    def __init__(self, stream: torch.Stream, device: torch.device, *, host_waits: bool) -> None:
+        self._stream, self._device, self._host_waits = stream, device, host_waits
         with stream:
             self._event = record_event(device)
 
     def wait(self) -> None:
-        """Makes later kernels of the current stream wait for the copy; and the host, if it reads it."""
+        """Makes later kernels of the current stream wait for the copy; and the host, if it must."""
         current_stream(self._device).wait_event(self._event)
-        if self._to_host:
+        if self._host_waits:
             self._event.synchronize()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -62,10 +62,17 @@ class HostMemory:
         """Returns a tensor of the host in memory that is fast to copy: itself, if nothing is pinned."""
         return self.empty(tensor.shape, tensor.dtype, tensor).copy_(tensor) if self._pins else tensor
 
-    def start_copies(self, action: Action, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+    def start_copies(
+        self,
+        action: Action,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        overwrites_sources: bool = False,
+    ) -> Work:
         """Copies (target, source) pairs for `action`, on its stream, after the kernels launched so far.
 
-        Targets have the shapes and dtypes of their sources. Returns the work.
+        Targets have the shapes and dtypes of their sources. Returns the work; `overwrites_sources` tells that
+        the host writes over the sources once it has waited for it.
         """
         self._ledger.record_copy(action.name, sum(source.nbytes for _, source in pairs))
         if self._device.type == "cpu":
@@ -82,7 +89,8 @@ class HostMemory:
                 for tensor in (target, source):
                     if not tensor.is_cpu:  # its memory is not given to another tensor before the copy ends
                         tensor.record_stream(stream)
-        return CopyWork(stream, self._device, to_host=action.stream == "copy_out")
+        host_waits = action.stream == "copy_out" or overwrites_sources
+        return CopyWork(stream, self._device, host_waits=host_waits)
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.losses.token_count import TokenCounter
     from meshwright.engine.optim.make_optimizers import Optimizers
     from meshwright.engine.optim.optimizer_step import OptimizerUpdate
+    from meshwright.engine.params.disk_states import DiskStates
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.params.offloaded_states import OffloadedStates
     from meshwright.engine.step.strategy_tensors import StrategyTensors
@@ -243,6 +244,7 @@ class RankState:
     host_memory: HostMemory = field(init=False)
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
+    disk: "DiskStates | None" = field(init=False)
     flat_params: "FlatParamStore" = field(init=False)
     optimizers: "Optimizers" = field(init=False)
     offloaded: "OffloadedStates" = field(init=False)

@@ -50,6 +50,7 @@ from meshwright.engine.optim.sharded_state_dict import (
     model_state_dict,
     optimizer_state_dict,
 )
+from meshwright.engine.params.disk_states import DiskStates
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.offloaded_states import OffloadedStates
 from meshwright.engine.params.unshard_forward_hooks import summon_full_params
@@ -107,6 +108,7 @@ class StepExecutor:
             state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
+        state.disk = DiskStates(state) if plan.sharding.tiers.optimizer_states == "disk" else None
         state.flat_params = FlatParamStore(state)
         self._vocab_parallel_logits = VocabParallelLogits(state)
         state.optimizers = make_optimizers(
@@ -347,11 +349,13 @@ class StepExecutor:
         return memory_by_category(self.state, tier)
 
     def close(self) -> None:
-        """Restores the module's own forwards."""
+        """Restores the module's own forwards, and removes the file of what rests on disk."""
         self.state.offloaded.delayed_steps.close()
         self.state.driver.detach()
         self.state.sequence_runner.restore_model()
         self.state.patches.restore_forwards()
+        if self.state.disk is not None:
+            self.state.disk.close()
 
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.

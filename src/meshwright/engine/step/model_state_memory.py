@@ -22,6 +22,10 @@ def memory_by_category(state: RankState, tier: MemoryTier = "device") -> dict[st
     else:
         sharded["master"] = 0
     update_nbytes = state.update.nbytes if tiers.step == tier else 0
+    if tier == "disk":
+        kept = {"master": sharded["master"], "optimizer_states": state_nbytes}
+        nbytes = 0 if state.disk is None else state.disk.nbytes
+        return {"parameters": 0, "gradients": 0, **kept, "buckets": nbytes - sum(kept.values())}
     if tier == "host":
         each_flat, masters = flat_params.by_param_group.values(), flat_params.master_weights
         remote = sum(each.shard.nbytes for each in each_flat if each.shard_is_remote)
@@ -33,7 +37,9 @@ def memory_by_category(state: RankState, tier: MemoryTier = "device") -> dict[st
             + sum(grad.nbytes for grad in grads if grad is not None),
             "master": sharded["master"],
             "optimizer_states": state_nbytes,
-            "buckets": update_nbytes + state.offloaded.nbytes,
+            "buckets": update_nbytes
+            + state.offloaded.nbytes
+            + (0 if state.disk is None else state.disk.host_nbytes),
         }
     buckets = state.buckets.values()
     in_bucket = {

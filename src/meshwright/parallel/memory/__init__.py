@@ -1,8 +1,10 @@
-"""Techniques that trade compute, or copies to the host, for memory.
+"""Techniques that trade compute, or copies to the host or a disk, for memory.
 
 activation_checkpointing    blocks save only their inputs and recompute the rest before their backward
 block_patterns              patterns by which a technique chooses blocks
 chunked_loss                LM head and loss run on one chunk of tokens at a time
+disk_offload                optimizer states rest in a file for each rank; the host steps them in buffers
+offload_actions             actions and refusals that both share
 gist                        results of ReLU and max pooling rest as bits and nonzero values
 gist_encodings              these encodings, while a block runs
 offload                     model states rest in host memory; the device or the host steps them

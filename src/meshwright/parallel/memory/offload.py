@@ -66,21 +66,29 @@ Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the 
 parameter update" of the first (section 5.2).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
-from meshwright.plan.hardware.memory_tiers import MemoryTier, MemoryTiers
-from meshwright.plan.hardware.streams import COPY, StreamName
-from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
+from meshwright.parallel.memory.offload_actions import (
+    copy_of_group,
+    host_buffer_nbytes,
+    host_step,
+    other_owner_diagnostics,
+    refuse_above,
+    refuse_updates_within,
+    whole_matrix_diagnostics,
+)
+from meshwright.plan.hardware.memory_tiers import MemoryTier, MemoryTiers, SteppingTier
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above, at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.grad_dependencies import first_grad_reader
 from meshwright.plan.step.memory.model_states import GroupStates, cast_nbytes, group_states
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import step_by_group, stepped_microbatches
+from meshwright.plan.step.program import Action, Allocation, Program, with_waits
+from meshwright.plan.step.single_device_program import step_by_group
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 OffloadedKind = Literal["optimizer_states", "gradients", "weights"]
@@ -101,7 +109,7 @@ class Offload(Strategy):
     what: tuple[OffloadedKind, ...] = field(
         default=("optimizer_states",), metadata=one_of(*get_args(OffloadedKind))
     )
-    step_on: MemoryTier = "device"
+    step_on: SteppingTier = "device"
     prefetch: int = field(default=1, metadata=at_least(0))
     delay: int = field(default=0, metadata=one_of(0, 1))
     host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
@@ -123,11 +131,7 @@ class Offload(Strategy):
         if self.step_on == "host" and self.prefetch != 1:
             text = "prefetch is for states that the device steps, and the host steps them"
             yield Diagnostic(text, 'remove prefetch, or set step_on = "device"', where)
-        matrix = [each for each in sharding.param_shardings if each.shard_alignment == "matrix"]
-        if any(each.param.trainable for each in matrix):
-            text = f"the optimizer of {matrix[0].param.name} reads whole matrices, and states move in pieces"
-            fix = 'use an optimizer of elements (optimizer.name = "adamw"), or remove offload'
-            yield Diagnostic(text, fix, where)
+        yield from whole_matrix_diagnostics(sharding, self.name)
 
     def _check_delay(self, job: Job) -> Iterator[Diagnostic]:
         where = "strategies.offload.delay"
@@ -164,9 +168,7 @@ class Offload(Strategy):
         if "weights" in self.what and not any(each.is_stored_sharded for each in trained):
             text = "weights are gathered from shards on the host, and no strategy stores shards"
             yield Diagnostic(text, "use zero with stage = 3, or remove weights from what", where)
-        if sharding.primary_rank_axes:
-            text = "one rank updates for all others (data_parallel_master), and its states are not offloaded"
-            yield Diagnostic(text, "use ddp or zero in place of data_parallel_master", "strategies.offload")
+        yield from other_owner_diagnostics(sharding, self.name, self._tier_of("optimizer_states"))
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         states, gradients, weights = (self._tier_of(each) for each in get_args(OffloadedKind))
@@ -191,20 +193,9 @@ class Offload(Strategy):
             + (each.weight_nbytes if each.weight_tier == "host" else 0)
             for each in states.values()
         )
-        buffers = {
-            each.name: each.nbytes
-            for role in program.roles
-            for action in role.actions
-            for each in action.allocations
-            if each.tier == "host"
-        }
-        needed += sum(buffers.values()) + (cast_nbytes(job, states.values()) if self.step_on == "host" else 0)
-        if self.host_gb is not None and needed > self.host_gb * 2**30:
-            text = f"a rank needs {format_nbytes(needed)} of host memory, and host_gb = {self.host_gb:g} "
-            text += "allows less"
-            least = f"{1.01 * needed / 2**30:.3g}"
-            fix = f"set host_gb = {least} or more, or shard the states over more ranks (zero)"
-            raise PlanError(text, fix=fix, location="strategies.offload.host_gb")
+        needed += host_buffer_nbytes(program)
+        needed += cast_nbytes(job, states.values()) if self.step_on == "host" else 0
+        refuse_above(needed, self.host_gb, "host_gb", "host memory", self.name)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         offloaded = runtime.state.offloaded
@@ -212,33 +203,11 @@ class Offload(Strategy):
         return offloaded.handlers | adds
 
 
-def _copy(
-    kind: str,
-    group: Action,
-    nbytes: int,
-    waits: Iterable[str],
-    allocations: tuple[Allocation, ...] = (),
-    frees: tuple[str, ...] = (),
-) -> Action:
-    """Returns the copy of `nbytes` of the parameter group that the STEP `group` updates."""
-    stream: StreamName = "copy_in" if kind.startswith("FETCH") else "copy_out"
-    return Action(
-        kind,
-        group.subject,
-        stream=stream,
-        waits=tuple(waits),
-        tensors=group.tensors,
-        transfer=Transfer(COPY, (), nbytes, dtype="uint8"),
-        allocations=allocations,
-        frees=frees,
-    )
-
-
 def _stream_states(
     strategy: Offload, actions: list[Action], view: RankView, states: Mapping[str, GroupStates]
 ) -> list[Action]:
     """Returns `actions` with the states of each group on the device during its STEP alone."""
-    _refuse_updates_within(actions)
+    refuse_updates_within(actions, strategy.name)
     actions = step_by_group(actions, view)
     nbytes = {name: each.master_nbytes + each.state_nbytes for name, each in states.items()}
     steps = [action for action in actions if action.kind == "STEP" and nbytes[action.subject]]
@@ -248,9 +217,11 @@ def _stream_states(
     for number, step in enumerate(steps):
         buffer = Allocation(f"state buffer {number % num_buffers}", largest)
         waits = [offloads[number - num_buffers].name] if number >= num_buffers else []
-        fetches.append(_copy("FETCH_STATES", step, nbytes[step.subject], waits, allocations=(buffer,)))
+        fetches.append(
+            copy_of_group("FETCH_STATES", step, nbytes[step.subject], waits, allocations=(buffer,))
+        )
         offloads.append(
-            _copy("OFFLOAD_STATES", step, nbytes[step.subject], (step.name,), frees=(buffer.name,))
+            copy_of_group("OFFLOAD_STATES", step, nbytes[step.subject], (step.name,), frees=(buffer.name,))
         )
     numbers, found = {step.name: number for number, step in enumerate(steps)}, list[Action]()
     first = first_grad_reader(actions)
@@ -270,7 +241,7 @@ def _step_on_host(
     strategy: Offload, actions: list[Action], view: RankView, states: Mapping[str, GroupStates]
 ) -> list[Action]:
     """Returns `actions` with gradients copied to the host before they are read, and weights back after."""
-    _refuse_updates_within(actions)
+    refuse_updates_within(actions, strategy.name)
     actions, first = step_by_group(actions, view), first_grad_reader(actions)
     waits, grads, found = actions[first].waits, dict[str, Action](), list[Action]()
     left = (
@@ -279,7 +250,7 @@ def _step_on_host(
     for step in (action for action in actions if action.kind == "STEP" and action.subject not in left):
         nbytes = states[step.subject].grad_nbytes
         host = Allocation(f"host gradient({step.subject})", nbytes, tier="host")
-        grads[step.subject] = _copy("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,))
+        grads[step.subject] = copy_of_group("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,))
     names = [grad.name for grad in grads.values()]
     steps = [action for action in actions if action.kind == "STEP"]
     for at, action in enumerate(actions):
@@ -291,12 +262,9 @@ def _step_on_host(
         elif action.kind == "STEP":
             group = states[action.subject]
             copied = grads[action.subject].allocations if action.subject in grads else ()
-            frees = (*action.frees, *(each.name for each in copied))
-            passes = group.grad_nbytes + 2 * (group.master_nbytes + group.state_nbytes) + group.rounded_nbytes
-            transfer = Transfer(COPY, (), passes, dtype="uint8")
-            found.append(replace(action, stream="host", transfer=transfer, frees=frees))
+            found.append(host_step(action, group, (each.name for each in copied)))
             if group.update_nbytes and not strategy.delay:
-                found.append(_copy("FETCH_PARAM", action, group.update_nbytes, (action.name,)))
+                found.append(copy_of_group("FETCH_PARAM", action, group.update_nbytes, (action.name,)))
         else:
             found.append(action)
     return found
@@ -305,16 +273,11 @@ def _step_on_host(
 def _fetch_previous(steps: Iterable[Action], states: Mapping[str, GroupStates]) -> list[Action]:
     """Returns the copies of the weights that the host has stepped beside this step, behind their last use."""
     stepped = ((step, states[step.subject].update_nbytes) for step in steps)
-    return [_after_previous(_copy("FETCH_PARAM", step, nbytes, ())) for step, nbytes in stepped if nbytes]
+    return [
+        _after_previous(copy_of_group("FETCH_PARAM", step, nbytes, ())) for step, nbytes in stepped if nbytes
+    ]
 
 
 def _after_previous(action: Action) -> Action:
     """Returns `action`, waiting for the STEP of its group that the step before has started."""
     return replace(action, previous_waits=(Action("STEP", action.subject).name,))
-
-
-def _refuse_updates_within(actions: Sequence[Action]) -> None:
-    if stepped_microbatches(actions):
-        text = "the plan updates after every microbatch, and offload moves states once per step"
-        fix = "use a schedule that updates once per step (1f1b), or remove offload"
-        raise PlanError(text, fix=fix, location="strategies.offload")

@@ -1,18 +1,22 @@
-"""The memory tiers in which tensors rest between their uses: device memory, and the memory of its host.
+"""The memory tiers in which tensors rest between their uses: device memory, that of its host, and a disk.
 
     device    what kernels read and write
     host      the memory of the CPU: larger, behind the host link (plan/hardware/streams.py)
+    disk      a file for each rank: largest, read into buffers of the host and written from them
 
 A plan says for each kind of tensor where it rests; whoever needs one in another tier copies it there first,
-by an action on `copy_in` or `copy_out`. Bytes are added up for each tier. Where host and device are one
-machine's memory, a CPU, the tiers are still separate memory.
+by an action on `copy_in` or `copy_out`, or on `disk`. Bytes are added up for each tier. Where host and device
+are one machine's memory, a CPU, the tiers are still separate memory.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-MemoryTier = Literal["device", "host"]
-MEMORY_TIERS: tuple[MemoryTier, ...] = ("device", "host")
+MemoryTier = Literal["device", "host", "disk"]
+MEMORY_TIERS: tuple[MemoryTier, ...] = ("device", "host", "disk")
+SteppingTier = Literal["device", "host"]  # of a processor that can run the optimizer
+# reads and writes that pass by the page cache begin and end at multiples of it, on any disk
+FILE_BLOCK_NBYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -22,13 +26,15 @@ class MemoryTiers:
     Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
     weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
     The optimizer runs beside the next `delay` steps.
+    What rests on disk is in a file in `disk_folder`.
     """
 
     optimizer_states: MemoryTier = "device"
     gradients: MemoryTier = "device"
     weights: MemoryTier = "device"
-    step: MemoryTier = "device"
+    step: SteppingTier = "device"
     delay: int = 0
+    disk_folder: str = ""
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
         """Returns whether the host steps a master of weights that rest on the device; `is_stored_sharded`:

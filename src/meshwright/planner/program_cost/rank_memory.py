@@ -82,8 +82,10 @@ def _state_bytes(plan: RankPlan, groups: Sequence[GroupStates], tier: MemoryTier
         local_state_nbytes(spec, plan.view) for specs in plan.states.values() for spec in specs
     )
     has_states = tiers.optimizer_states == tier
+    if tier == "disk" and has_states:  # the rest of the last block of each record
+        buffers += sum(each.record_nbytes - each.master_nbytes - each.state_nbytes for each in groups)
     return StateBytes(
-        parameters=weights + (rounded if tier == "host" else 0),
+        parameters=weights + (rounded if tier == "host" and has_states else 0),
         gradients=gradients,
         master=sum(each.master_nbytes for each in groups) if has_states else 0,
         optimizer_states=sum(each.state_nbytes for each in groups) if has_states else 0,
@@ -149,6 +151,8 @@ def peak_nbytes_by_category(
         ),
         default=0,
     )
+    if tier == "host" and plan.sharding.tiers.optimizer_states == "disk":  # the first step makes them there
+        update += max((each.state_nbytes for each in groups), default=0)
     transient_names = {
         allocation.name
         for action in rank_plan.actions
@@ -179,6 +183,7 @@ def peak_nbytes_by_category(
     for name, nbytes in persistent.items():
         peak["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
     peak["buffers"] += cast_nbytes(plan.job, groups) if steps_here else 0
+    peak["buffers"] += states.buffers if tier == "disk" else 0
     by_category = {
         "parameters": states.parameters,
         "master": states.master,

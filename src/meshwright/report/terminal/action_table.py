@@ -12,7 +12,6 @@ from rich.text import Text
 
 from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
-from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
@@ -72,12 +71,14 @@ KIND_TEXTS = {
     "OFFLOAD_GRAD": "copy summed gradients to host memory",
     "CLIP": "gradient norm and clipping",
     "FETCH_STATES": "copy optimizer states to the device",
+    "READ_STATES": "read optimizer states from the file into host memory",
     "STASH": "stash the current weights",
     "LOAD_STASHED": "load stashed weights into the model",
     "LOAD_LATEST": "load the latest weights into the model",
     "STEP": "optimizer step",
     "OFFLOAD_STATES": "copy optimizer states back to host memory",
     "FETCH_PARAM": "copy parameters to the device",
+    "WRITE_STATES": "write optimizer states back into the file",
     "SCATTER_PARAM": "send updated slices to all ranks",
     "NOISE_SCALE": "estimate the gradient noise scale",
 }
@@ -86,6 +87,7 @@ KIND_TEXTS = {
 KINDS_WITH_SUBJECT = (
     *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
     *("OFFLOAD_GRAD", "FETCH_STATES", "STEP", "OFFLOAD_STATES", "FETCH_PARAM"),
+    *("READ_STATES", "WRITE_STATES"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
@@ -235,7 +237,8 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     holds = [hold for action in run for hold in action.allocations]
     # a buffer is allocated once for all of them
     allocated, on_host = (
-        sum({hold.name: hold.nbytes for hold in holds if hold.tier == tier}.values()) for tier in MEMORY_TIERS
+        sum({hold.name: hold.nbytes for hold in holds if hold.tier == tier}.values())
+        for tier in ("device", "host")
     )
     if flops:
         yield format_flops(flops)

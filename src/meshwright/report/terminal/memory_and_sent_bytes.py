@@ -5,9 +5,11 @@ With several roles, the table has the first rank of each; of many roles, the fir
 with the largest peak. Bytes sent are those of the busiest rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
@@ -20,6 +22,8 @@ from meshwright.planner.program_cost.rank_memory import (
 from meshwright.report.table import Column, Table
 
 MAX_SHOWN_RANKS = 6  # ranks in a table
+# the tiers that states rest in beside the device, and how texts call them
+OTHER_TIERS: Mapping[MemoryTier, str] = MappingProxyType({"host": "in host memory", "disk": "on disk"})
 
 
 def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
@@ -47,8 +51,8 @@ def states_text(plan: Plan) -> str:
         f"{name} {format_nbytes(nbytes)}" for name, nbytes in states.as_dict().items() if nbytes
     )
     which = f" on rank {rank}, the largest" if len(plan.program.roles) > 1 else ""
-    host_nbytes = state_bytes(plan, rank, "host").total
-    more = f", and {format_nbytes(host_nbytes)} in host memory" if host_nbytes else ""
+    others = {where: state_bytes(plan, rank, tier).total for tier, where in OTHER_TIERS.items()}
+    more = "".join(f", and {format_nbytes(nbytes)} {where}" for where, nbytes in others.items() if nbytes)
     return f"{format_nbytes(states.total)}{which} ({parts}){more}"
 
 
@@ -56,8 +60,8 @@ def states_table(plan: Plan) -> Table:
     """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
 
     The peak includes activations: the most that is held at any moment of a step. If the data decides sizes,
-    it is the expected one, and the last row has the most of any step. What rests in host memory has rows of
-    its own.
+    it is the expected one, and the last row has the most of any step. What rests in host memory or on disk
+    has rows of its own.
     """
     largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
@@ -71,12 +75,13 @@ def states_table(plan: Plan) -> Table:
     rows = {name: nbytes for name, nbytes in rows.items() if any(nbytes)}
     rows["total"] = [each.total for _, each in shown]
     rows["peak"] = [peak_nbytes(plan, rank) for rank, _ in shown]
-    on_host = [state_bytes(plan, rank, "host") for rank, _ in shown]
-    for name in StateBytes.__dataclass_fields__:
-        nbytes = [each.as_dict()[name] for each in on_host]
-        rows |= {f"host {name}": nbytes} if any(nbytes) else {}
-    if any(each.total for each in on_host):
-        rows["host total"] = [each.total for each in on_host]
+    for tier in OTHER_TIERS:
+        there = [state_bytes(plan, rank, tier) for rank, _ in shown]
+        for name in StateBytes.__dataclass_fields__:
+            nbytes = [each.as_dict()[name] for each in there]
+            rows |= {f"{tier} {name}": nbytes} if any(nbytes) else {}
+        if any(each.total for each in there):
+            rows[f"{tier} total"] = [each.total for each in there]
     at_most = [peak_nbytes(plan, rank, at_most=True) for rank, _ in shown]
     if at_most != rows["peak"]:
         rows["peak, at most"] = at_most
@@ -179,7 +184,7 @@ def sent_table(plan: Plan) -> Table | None:
 
 
 def _total_in_bold(row: Sequence[object]) -> str:
-    return "bold" if row[0] in ("total", "host total") else ""
+    return "bold" if row[0] in ("total", *(f"{tier} total" for tier in OTHER_TIERS)) else ""
 
 
 def _transfer_text(transfer: Transfer) -> str:

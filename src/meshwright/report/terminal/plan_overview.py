@@ -32,6 +32,7 @@ from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
 from meshwright.report.terminal.memory_and_sent_bytes import (
+    OTHER_TIERS,
     at_most_text,
     busiest_rank,
     expected_text,
@@ -78,11 +79,11 @@ MAY_BE_TOO_LARGE = (
 )
 TOO_LARGE_ON_HOST = (
     "a rank needs {} of host memory, and the host has {} for each device: shard over more ranks (zero, "
-    "dp_shard), or leave more on the device (strategies.offload.what)"
+    "dp_shard), leave more on the device (strategies.offload.what), or on disk (disk_offload)"
 )
 UNKNOWN_HOST = (
-    "a rank needs {} of host memory, and nothing is known of that of the host: set "
-    "strategies.offload.host_gb, or host_gb in a [device] table"
+    "a rank needs {} of host memory, and nothing is known of that of the host: set host_gb of offload or "
+    "disk_offload, or in a [device] table"
 )
 MORE = "--actions shows dtypes, memory of other ranks, stages and every action"
 
@@ -200,10 +201,13 @@ class PlanOverview:
                 if (share := nbytes / total)
             ],
         )
-        on_host = peak_nbytes_by_category(self.plan, rank, "host")
-        if on_host:
-            texts = (f"{name.replace('_', ' ')} {format_nbytes(nbytes)}" for name, nbytes in on_host.items())
-            head = f"host memory {where}: {format_nbytes(sum(on_host.values()))}"
+        for tier in OTHER_TIERS:
+            name = "host memory" if tier == "host" else tier
+            by_category = peak_nbytes_by_category(self.plan, rank, tier)
+            if not by_category:
+                continue
+            texts = (f"{key.replace('_', ' ')} {format_nbytes(n)}" for key, n in by_category.items())
+            head = f"{name} {where}: {format_nbytes(sum(by_category.values()))}"
             yield Text(f"{head} ({', '.join(texts)})", style="bold")
 
     def _sent_bars(self) -> Iterator[RenderableType]:

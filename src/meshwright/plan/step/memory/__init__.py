@@ -4,5 +4,6 @@ Modules:
 
     memory_names         names of the memory that actions allocate and free
     block_call_memory    bytes of activations per block call on one rank
+    tier_copies          checks of the copies between memory tiers
     model_states         bytes of weights, masters and optimizer states per parameter group on one rank
 """

@@ -5,19 +5,23 @@ master              if the optimizer steps another dtype than that of the weight
                     has slices of, or if the host steps weights that rest on the device
 rounded             the stepped weights in the dtype of the weights, where the host rounds them
 optimizer states    step counters included
+
+On disk a group is one record of whole blocks of the file: masters, states, and the rest of the last block.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshwright.plan.hardware.memory_tiers import MemoryTier
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES, MemoryTier
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_optimizer, update_scratch_nbytes
+from meshwright.plan.sharding.flat_param import round_up
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.matrix_owner_actions import owned_params
 
 STEP_COUNTER_NBYTES = 4  # bytes of a step counter that is a tensor
+WIDEST_ITEM_NBYTES = 8  # bytes of an element of the widest dtype
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,16 @@ class GroupStates:
     def stepped_numel(self) -> int:
         """The elements that the rank steps."""
         return sum(numel for _, numel in self.stepped_params)
+
+    @property
+    def record_states_begin(self) -> int:
+        """Where optimizer states begin in the record of the group on disk, behind the masters."""
+        return round_up(self.master_nbytes, WIDEST_ITEM_NBYTES)
+
+    @property
+    def record_nbytes(self) -> int:
+        """The bytes of that record, which a step reads and writes."""
+        return round_up(self.record_states_begin + self.state_nbytes, FILE_BLOCK_NBYTES)
 
 
 def group_states(job: Job, view: RankView) -> Iterator[GroupStates]:

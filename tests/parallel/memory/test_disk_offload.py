@@ -1,0 +1,206 @@
+"""Disk offload changes no bit; bytes read and written, and memory per tier, are the plan's, to the byte."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.api import make_plan, trace, verify
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.disk_offload import DiskOffload
+from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.pipeline.pipedream import PipeDream
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES, MEMORY_TIERS
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import OptimizerConfig, TrainConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.memory.model_states import STEP_COUNTER_NBYTES, group_states
+from meshwright.plan.step.program import Action
+from meshwright.plan.strategy_interface import Strategy
+from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category, state_bytes
+from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.static_checks import static_checks
+from tests.paper_model import SyntheticModel
+from tests.parallel.memory.test_offload import ADAMW, ANALYZED, PRECISIONS, STORES, trained, without
+from tests.plan.step.memory.test_model_states import JOB
+from tests.tiny_model import edited, executor_of, plan_of, tiny_job, token_samples
+
+OPTIMIZERS = ("sgd", "adamw", "lion", "adamw_bf16", "adamw_8bit")
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("store", STORES)
+def test_it_changes_no_bit(store: str, precision: str, num_buffers: int, tmp_path: Path):
+    if store == "ddp" and precision == "float32 gradients":
+        pytest.skip("ddp keeps gradients in the dtype of the weights")
+    job = replace(tiny_job(), precision=PRECISIONS[precision], optimizer=ADAMW)
+    disk = DiskOffload(str(tmp_path), num_buffers)
+    plain, plan = (
+        plan_of(ANALYZED, 2, strategies, job=job, micro_batch=2)
+        for strategies in (STORES[store], (*STORES[store], disk))
+    )
+    assert static_checks(plan) == []
+    found = trained(plan)
+    assert [each["bits"] for each in found] == [each["bits"] for each in trained(plain)]
+    for rank, each in enumerate(found):
+        streams = ("copy_in", "copy_out", "disk")
+        moved = (action for action in plan.for_rank(rank).actions if action.stream in streams)
+        assert each["copied"] == {action.name: action.transfer.nbytes for action in moved}
+        for tier in MEMORY_TIERS:
+            said, sizes = state_bytes(plan, rank, tier).as_dict(), each["memory"][tier]
+            said["buffers"] += said.pop("gradients")  # in ddp, gradients lie in buckets
+            sizes["buffers"] = sizes.pop("buckets") + sizes.pop("gradients")
+            assert sizes == {name: n for name, n in said.items() if n or name in sizes}, tier
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_of_elements_or_blocks_is_the_same(optimizer: str, tmp_path: Path):
+    config = OptimizerConfig(optimizer, lr=0.01, momentum=0.9 if optimizer == "sgd" else 0.0)
+    job = replace(tiny_job(), precision=PRECISIONS["masters"], optimizer=config)
+    plain, plan = (
+        plan_of(ANALYZED, 2, (*STORES["zero 2"], *more), job=job, micro_batch=2)
+        for more in ((), (DiskOffload(str(tmp_path)),))
+    )
+    assert [each["bits"] for each in trained(plan)] == [each["bits"] for each in trained(plain)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bytes_are_those_of_the_paper(ranks: int):
+    """N elements of a rank: 12 N read and written, 2 N of gradients out, 2 N of weights back; the host holds
+    buffers of the largest group alone.
+    """
+    spec = SyntheticModel(layers=4, numel=1200).model_spec
+    store = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if ranks > 1 else ()
+    plan = Plan.make(JOB, Mesh(dp_shard=ranks), spec, (*store, DiskOffload("folder", num_buffers=2)), 2)
+    numel, groups = spec.numel // ranks, list(group_states(JOB, plan.rank_view(0)))
+    counters = STEP_COUNTER_NBYTES * sum(len(each.stepped_params) for each in groups)
+    moved = {"copy_in": 0, "copy_out": 0, "READ_STATES": 0, "WRITE_STATES": 0}
+    for action in plan.for_rank(0).actions:
+        key = action.kind if action.stream == "disk" else action.stream
+        if key in moved and action.transfer is not None:
+            moved[key] += action.transfer.nbytes
+    assert (moved["copy_in"], moved["copy_out"]) == (2 * numel, 2 * numel)
+    disk = state_bytes(plan, 0, "disk")
+    assert disk.master + disk.optimizer_states == 12 * numel + counters
+    assert disk.total == moved["READ_STATES"] == moved["WRITE_STATES"]
+    assert 0 <= disk.buffers < FILE_BLOCK_NBYTES * len(groups)
+    largest = max(groups, key=lambda each: each.record_nbytes)
+    host = state_bytes(plan, 0, "host")
+    assert host.model_states == 2 * largest.grad_nbytes
+    cast = 4 * largest.stepped_numel
+    assert host.buffers == 2 * (largest.record_nbytes + largest.rounded_nbytes) + cast
+    made = {"optimizer": largest.state_nbytes}  # by the first step, in memory
+    assert peak_nbytes_by_category(plan, 0, "host").items() >= made.items()
+    assert sum(peak_nbytes_by_category(plan, 0, "disk").values()) == disk.total
+
+
+def without_wait(kind: str, awaited: str) -> Callable[[list[Action]], list[Action]]:
+    """Removes from actions of `kind` their waits for those of the kind `awaited`."""
+    return lambda actions: [
+        replace(each, waits=tuple(name for name in each.waits if not name.startswith(awaited)))
+        if each.kind == kind
+        else each
+        for each in actions
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (without_wait("STEP", "READ_STATES"), r"STEP\(head\) does not wait for READ_STATES\(head\)"),
+        (without_wait("STEP", "OFFLOAD_GRAD"), r"STEP\(head\) does not wait for OFFLOAD_GRAD\(head\)"),
+        (without_wait("STEP", "FETCH_PARAM"), r"STEP\(\S+\) does not wait for FETCH_PARAM\(head\)"),
+        (without_wait("WRITE_STATES", "STEP"), r"WRITE_STATES\(head\) does not wait for STEP\(head\)"),
+        (without_wait("FETCH_PARAM", "STEP"), r"FETCH_PARAM\(head\) does not wait for STEP\(head\)"),
+        (without_wait("READ_STATES", "WRITE_STATES"), r"READ_STATES\(\S+\) does not wait for WRITE_STATES"),
+        (without_wait("OFFLOAD_GRAD", "STEP"), r"OFFLOAD_GRAD\(\S+\) does not wait for STEP\(head\)"),
+        (without("READ_STATES"), r"STEP\(head\) updates states on disk, and there is no READ_STATES"),
+        (without("WRITE_STATES"), r"STEP\(head\) updates states on disk, and there is no WRITE_STATES"),
+        (without("FETCH_PARAM"), "updates what no OFFLOAD_STATES or FETCH_PARAM copies"),
+        (without("OFFLOAD_GRAD"), "reads gradients on the host, and no OFFLOAD_GRAD copies them"),
+    ],
+)
+def test_what_comes_too_early_or_never_is_found(change: Callable[[list[Action]], list[Action]], text: str):
+    job = tiny_job(precision=PRECISIONS["masters"], optimizer=ADAMW)
+    plan = plan_of(ANALYZED, 2, (*STORES["zero 2"], DiskOffload("folder", num_buffers=2)), job=job)
+    assert static_checks(plan) == []
+    found = "\n".join(str(diagnostic) for diagnostic in static_checks(edited(plan, change)))
+    assert re.search(text, found), found
+
+
+def test_reads_begin_with_the_backward_and_take_the_buffers_in_turn():
+    plan = plan_of(ANALYZED, 1, (DiskOffload("folder", num_buffers=2),), job=tiny_job(optimizer=ADAMW))
+    kinds = [action.kind for action in plan.for_rank(0).actions]
+    assert kinds.index("READ_STATES") < kinds.index("B") < kinds.index("CLIP")
+    assert kinds[kinds.index("CLIP") :] == [
+        *("CLIP", "OFFLOAD_GRAD", "OFFLOAD_GRAD"),
+        *3 * ("STEP", "FETCH_PARAM", "WRITE_STATES", "READ_STATES", "OFFLOAD_GRAD"),
+        *2 * ("STEP", "FETCH_PARAM", "WRITE_STATES"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "text"),
+    [
+        ({"folder": ""}, {}, "folder = ''; needed is a string that is not empty"),
+        ({"num_buffers": 0}, {}, "num_buffers = 0; needed is a whole number of at least 1"),
+        ({"host_gb": 0}, {}, "host_gb = 0; needed is a number above 0"),
+        ({"host_gb": 1e-6}, {}, "of host memory, and host_gb = 1e-06 allows less"),
+        ({"disk_gb": 1e-6}, {}, "of disk, and disk_gb = 1e-06 allows less"),
+        ({}, {"optimizer": OptimizerConfig("muon", momentum=0.9)}, "reads whole matrices"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    given: dict[str, object], more: dict[str, object], text: str
+):
+    job, fields = tiny_job(**{"optimizer": ADAMW, **more}), {"folder": "folder", **given}
+    with pytest.raises(PlanError, match=text) as refused:
+        plan_of(ANALYZED, 2, (*STORES["zero 1"], DiskOffload(**fields)), job=job)
+    assert all(each.fix for each in refused.value.diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "mesh", "text"),
+    [
+        ((BatchSplit(), DataParallelMaster()), Mesh(dp_replicate=2), "one rank updates for all others"),
+        ((PipeDream(),), Mesh(pp=2), "the plan updates after every microbatch, and disk_offload"),
+        ((Offload(),), Mesh(), "in the tier 'disk', and another strategy in 'host'"),
+    ],
+)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_other_ways_to_update_are_refused(
+    strategies: tuple[Strategy, ...], mesh: Mesh, text: str, comes_first: bool
+):
+    job, disk = tiny_job(optimizer=ADAMW, train=TrainConfig(batch=12, clip=0.0)), (DiskOffload("folder"),)
+    given = (*disk, *strategies) if comes_first else (*strategies, *disk)
+    text = text if comes_first or "tier" not in text else "in the tier 'host', and another strategy in 'disk'"
+    with pytest.raises(PlanError, match=text.replace("'disk', and", "'(disk|host)', and")):
+        make_plan(ANALYZED, job, mesh, given, 1 if mesh.pp > 1 else 0)
+
+
+def test_an_optimizer_that_was_passed_is_refused(tmp_path: Path):
+    plan = plan_of(ANALYZED, 1, (DiskOffload(str(tmp_path)),), job=tiny_job(optimizer=ADAMW))
+    with pytest.raises(PlanError, match="an optimizer that was passed may count its steps"):
+        run_on_threads(
+            lambda world: executor_of(ANALYZED, plan, world, optimizer=torch.optim.Adagrad), plan.mesh
+        )
+
+
+def test_a_folder_that_is_missing_is_refused_before_the_first_step(tmp_path: Path):
+    plan = plan_of(ANALYZED, 1, (DiskOffload(str(tmp_path / "missing")),), job=tiny_job(optimizer=ADAMW))
+    with pytest.raises(PlanError, match="No such file or directory"):
+        run_on_threads(lambda world: executor_of(ANALYZED, plan, world), plan.mesh)
+
+
+def test_it_is_verified_and_a_trace_makes_no_file(tmp_path: Path):
+    plan = plan_of(ANALYZED, 2, (*STORES["zero 2"], DiskOffload(str(tmp_path))))
+    assert verify(ANALYZED, plan, [token_samples(12)] * 2).passed
+    missing = plan_of(ANALYZED, 2, (*STORES["zero 3"], DiskOffload(str(tmp_path / "missing"))))
+    assert trace(ANALYZED, missing).passed
