@@ -29,6 +29,7 @@ from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -213,6 +214,9 @@ def _memory() -> Iterator[tuple[str, Layout]]:
     yield "checkpointing", Layout(Mesh(), (ActivationCheckpointing(),))
     yield "checkpointing, keep", Layout(Mesh(), (ActivationCheckpointing(keep_mb=0.1),))
     yield "chunked loss", Layout(Mesh(), (ChunkedLoss(3),))
+    yield "activation offload", Layout(Mesh(), (ActivationOffload(),))
+    inputs = (ActivationCheckpointing(), ActivationOffload(prefetch=0))
+    yield "checkpointing, activation offload", Layout(Mesh(), inputs)
     yield "gist", Layout(Mesh(), (Gist(backward_dtype="bfloat16"),))
     yield "tiled mlp", Layout(Mesh(), (TiledMLP(2), ChunkedLoss(2)))
     sharded = (SHARDS, ZeRO(), ActivationCheckpointing())

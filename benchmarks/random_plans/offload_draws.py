@@ -1,10 +1,15 @@
-"""Offloads the optimizer states of a random plan, and its gradients and weights where they are in shards."""
+"""Offloads the optimizer states of a random plan, its gradients and weights where they are in shards, and
+activations.
+"""
 
 from collections.abc import Sequence
 from random import Random
 
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.strategy_interface import Strategy
@@ -21,5 +26,18 @@ def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy,
         if stages == [3]:
             modes.append(Offload(("optimizer_states", "gradients", "weights"), "host"))
     mixed = [*strategies, rng.choice(modes)]
+    rng.shuffle(mixed)
+    return tuple(mixed)
+
+
+def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, and
+    where checkpointed blocks of a model in one piece may keep nothing that can leave.
+    """
+    in_stages = any(isinstance(each, Pipeline) for each in strategies)
+    checkpoints = any(isinstance(each, ActivationCheckpointing) for each in strategies)
+    if any(isinstance(each, Gist) for each in strategies) or (checkpoints and not in_stages):
+        return tuple(strategies)
+    mixed = [*strategies, ActivationOffload(prefetch=rng.choice((0, 1)) if in_stages else 0)]
     rng.shuffle(mixed)
     return tuple(mixed)

@@ -30,6 +30,7 @@ SHARED = (
     "context/context_parallel_strategy",
     "memory/block_patterns",
     "memory/gist_encodings",
+    "memory/kept_tensor_copies",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",

@@ -41,6 +41,7 @@ _MODULES = {
     "meshwright.parallel.expert.loss_free_balancing": ("LossFreeBalancing",),
     "meshwright.parallel.data.zero": ("ZeRO",),
     "meshwright.parallel.memory.activation_checkpointing": ("ActivationCheckpointing",),
+    "meshwright.parallel.memory.activation_offload": ("ActivationOffload",),
     "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),
     "meshwright.parallel.memory.offload": ("Offload",),
     "meshwright.parallel.memory.gist": ("Gist",),

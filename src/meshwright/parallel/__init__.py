@@ -23,6 +23,7 @@ from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
@@ -69,6 +70,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Pipeline,
         PipeDream,
         ActivationCheckpointing,
+        ActivationOffload,
         ChunkedLoss,
         Gist,
         TiledMLP,

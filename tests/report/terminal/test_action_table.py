@@ -22,6 +22,7 @@ from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
@@ -187,10 +188,12 @@ def pipeline_programs() -> tuple[Plan, ...]:
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
     stale = make_plan(tiny, tiny_job(train=TrainConfig(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
+    kept = make_plan(tiny, tiny_job(), Mesh(), (ActivationOffload(("layers.*",), prefetch=0),), 4)
     return (
         *plans,
         halves,
         stale,
+        kept,
         planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1],
     )
 

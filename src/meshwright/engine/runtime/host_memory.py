@@ -62,10 +62,17 @@ class HostMemory:
         """Returns a tensor of the host in memory that is fast to copy: itself, if nothing is pinned."""
         return self.empty(tensor.shape, tensor.dtype, tensor).copy_(tensor) if self._pins else tensor
 
-    def start_copies(self, action: Action, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
+    def start_copies(
+        self,
+        action: Action,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        read_on_host: bool = True,
+    ) -> Work:
         """Copies (target, source) pairs for `action`, on its stream, after the kernels launched so far.
 
-        Targets have the shapes and dtypes of their sources. Returns the work.
+        Targets have the shapes and dtypes of their sources. Returns the work; the host waits in it for a copy
+        to the host, unless `read_on_host` says that nobody reads it there.
         """
         self._ledger.record_copy(action.name, sum(source.nbytes for _, source in pairs))
         if self._device.type == "cpu":
@@ -82,7 +89,7 @@ class HostMemory:
                 for tensor in (target, source):
                     if not tensor.is_cpu:  # its memory is not given to another tensor before the copy ends
                         tensor.record_stream(stream)
-        return CopyWork(stream, self._device, to_host=action.stream == "copy_out")
+        return CopyWork(stream, self._device, to_host=read_on_host and action.stream == "copy_out")
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

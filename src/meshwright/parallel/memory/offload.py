@@ -130,7 +130,8 @@ class Offload(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         states, gradients, weights = (self._tier_of(each) for each in get_args(OffloadedKind))
-        return replace(sharding, tiers=MemoryTiers(states, gradients, weights, self.step_on))
+        tiers = MemoryTiers(states, gradients, weights, self.step_on, sharding.tiers.activations)
+        return replace(sharding, tiers=tiers)
 
     def _tier_of(self, kind: OffloadedKind) -> MemoryTier:
         return "host" if kind in self.what else "device"
