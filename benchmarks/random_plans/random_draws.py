@@ -126,7 +126,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in (
                     *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
                     "offload",
-                    "activation_offload",
+                    *("activation_offload", "partitioned_activations"),
                     "gist",
                 )
             },

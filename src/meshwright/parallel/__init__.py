@@ -27,6 +27,7 @@ from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -71,6 +72,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         PipeDream,
         ActivationCheckpointing,
         ActivationOffload,
+        PartitionedActivations,
         ChunkedLoss,
         Gist,
         TiledMLP,

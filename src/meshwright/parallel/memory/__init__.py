@@ -8,5 +8,6 @@ gist                        results of ReLU and max pooling rest as bits and non
 gist_encodings              these encodings, while a block runs
 kept_tensor_copies          the copies of what blocks keep, to the host and back
 offload                     model states rest in host memory; the device or the host steps them
+partitioned_activations     ranks along tp each keep a part of what checkpointed blocks keep
 tiled_mlp                   MLPs run on one tile of tokens at a time
 """

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from meshwright.comm.backends.fake import CompletedWork
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.parallel.memory.kept_tensor_copies import InputLeaves
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -202,8 +203,8 @@ class _Partitions:
         inputs = tree_tensors((args, kwargs))
         names = self._names.get((action.subject, action.microbatch), [])
         for name, leaf in self._leaves.find(names, action.microbatch, inputs).items():
-            leaf_is = _PartitionedLeaf(weakref.ref(leaf), leaf.shape, leaf.stride())
-            self._kept[name, action.microbatch] = leaf_is
+            kept = _PartitionedLeaf(weakref.ref(leaf), leaf.shape, leaf.stride())
+            self._kept[name, action.microbatch] = kept
         outputs = forward(*args, **kwargs)
         self._leaves.note_outputs(action, inputs, outputs)
         return outputs
@@ -211,7 +212,10 @@ class _Partitions:
     @torch.no_grad()
     def partition(self, action: Action) -> None:
         """Keeps the part of this rank, as the data of the leaf."""
-        leaf, _ = self._find(action)
+        kept = self._kept.get((action.subject, action.microbatch))
+        leaf = None if kept is None else kept.leaf()
+        if leaf is None:  # a forward may leave blocks out
+            return
         group = self._state.world.group((AXIS,))
         with torch._C.DisableTorchFunction():
             flat = leaf.detach().as_strided((leaf.numel(),), (1,), 0)
@@ -224,21 +228,14 @@ class _Partitions:
     @torch.no_grad()
     def gather(self, action: Action) -> None:
         """Starts to gather the parts into the leaf."""
-        leaf, whole = self._find(action)
+        kept = self._kept.pop((action.subject, action.microbatch), None)
+        leaf = None if kept is None else kept.leaf()
+        if kept is None or leaf is None:
+            self._state.issue(action, CompletedWork())
+            return
         group = self._state.world.group((AXIS,))
         with torch._C.DisableTorchFunction():
             part = leaf.detach()
             gathered = part.new_empty(group.size * part.numel())
-            leaf.data = gathered.as_strided(whole.size, whole.stride, 0)
-            del self._kept[action.subject, action.microbatch]
+            leaf.data = gathered.as_strided(kept.size, kept.stride, 0)
             self._state.issue(action, group.all_gather(gathered, part, action=action.name))
-
-    def _find(self, action: Action) -> tuple[torch.Tensor, _PartitionedLeaf]:
-        kept = self._kept.get((action.subject, action.microbatch))
-        leaf = None if kept is None else kept.leaf()
-        if kept is None or leaf is None:
-            text = f"{action.name} finds no input that a block keeps: the forward took another path than in "
-            fix = "let every forward call all blocks in the order of the trial, or remove partitioned_activations"
-            raise PlanError(f"{text}the trial", fix=fix, location="model")
-        return leaf, kept
-
