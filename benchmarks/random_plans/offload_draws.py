@@ -1,5 +1,5 @@
 """Offloads the optimizer states of a random plan, its gradients and weights where they are in shards, and
-activations.
+and what blocks keep for their backward, which ranks along tp may keep in parts.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
 
@@ -39,5 +41,19 @@ def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tupl
     if any(isinstance(each, Gist) for each in strategies) or (checkpoints and not in_stages):
         return tuple(strategies)
     mixed = [*strategies, ActivationOffload(prefetch=rng.choice((0, 1)) if in_stages else 0)]
+    rng.shuffle(mixed)
+    return tuple(mixed)
+
+
+def with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with partitioned activations, if there are stages that are checkpointed and whole
+    streams along tp.
+    """
+    names = {each.name for each in strategies}
+    if not names.issuperset((Pipeline.name, ActivationCheckpointing.name)) or "sequence_parallel" in names:
+        return tuple(strategies)
+    if not any(isinstance(each, TensorParallel) for each in strategies):
+        return tuple(strategies)
+    mixed = [*strategies, PartitionedActivations(prefetch=rng.choice((0, 1)))]
     rng.shuffle(mixed)
     return tuple(mixed)

@@ -112,9 +112,9 @@ def test_parts_are_padded_and_the_gathers_send_them():
     part = -(-numel // 3) * 8
     gathers = [each for each in plan.for_rank(0).actions if each.kind == "GATHER_ACTIVATIONS"]
     assert {each.transfer.nbytes for each in gathers} == {part}
-    assert len({each.subject for each in gathers}) == LAYERS  # the layers and the norm, but for what stays
+    assert len({each.subject for each in gathers}) == LAYERS + 1  # for each layer, and for the norm
     peaks = [planned_memory(each.for_rank(0).actions, {})[1]["activations"] for each in (plan, plain)]
-    assert peaks[1] - peaks[0] == LAYERS * (numel * 8 - part)
+    assert peaks[1] - peaks[0] == (LAYERS + 1) * (numel * 8 - part)
 
 
 def test_on_the_host_it_is_the_part_that_is_copied():
@@ -122,7 +122,7 @@ def test_on_the_host_it_is_the_part_that_is_copied():
     plan = planned(Mesh(tp=3), strategies, 1)
     part = -(-LENGTH * HIDDEN // 3) * 8
     assert set(planned_copies(plan, 0).values()) == {part}
-    assert peak_nbytes_by_category(plan, 0, "host") == {"activations": LAYERS * part}
+    assert peak_nbytes_by_category(plan, 0, "host") == {"activations": (LAYERS + 1) * part}
     at = {action.name: index for index, action in enumerate(plan.for_rank(0).actions)}
     for layer in range(1, LAYERS):
         value, call = f"model.layers.{layer - 1}", f"model.layers.{layer}"
@@ -156,10 +156,8 @@ def test_a_part_is_all_that_a_rank_has_when_the_loss_is_computed(monkeypatch: py
         loss = executor._actions.handlers["LOSS"]
 
         def watched(action: Action) -> None:
-            # that of the last block stays whole
-            *parts, (last, whole) = leaves[get_ident()]
+            parts = leaves[get_ident()]
             assert all(storage.expired() for _, storage in parts)
-            assert not whole.expired()
             sizes.extend(leaf.untyped_storage().nbytes() for leaf, _ in parts)
             loss(action)
 
@@ -171,7 +169,7 @@ def test_a_part_is_all_that_a_rank_has_when_the_loss_is_computed(monkeypatch: py
         executor.close()
         return sizes
 
-    assert run_on_threads(body, Mesh(tp=3)) == [LAYERS * [-(-12 * LENGTH * HIDDEN // 3) * 8]] * 3
+    assert run_on_threads(body, Mesh(tp=3)) == [(LAYERS + 1) * [-(-12 * LENGTH * HIDDEN // 3) * 8]] * 3
 
 
 def on_process(world: World) -> bool:
