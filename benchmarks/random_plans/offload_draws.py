@@ -1,6 +1,24 @@
 """Offloads the optimizer states of a random plan, its gradients and weights where they are in shards, and
 what blocks keep for their backward, which ranks along tp may keep in parts.
-"""Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
+from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.plan.strategy_interface import Strategy
+
+
+def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
     if any(isinstance(each, DataParallelMaster) for each in strategies):
         return tuple(strategies)
     modes = [Offload(prefetch=rng.choice((0, 1, 3))), Offload(step_on="host")]
