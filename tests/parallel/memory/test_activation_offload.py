@@ -65,9 +65,7 @@ def test_all_leave_but_those_whose_backward_follows_at_once(
     plan = planned(*checkpointing, ActivationOffload(prefetch=prefetch))
     assert static_checks(plan) == []
     first = 1 if checkpointing else 0  # the first block takes the samples
-    assert calls(plan, "OFFLOAD_ACTIVATIONS") == [
-        f"layer{i}" for i in range(first, LAYERS - prefetch - 1)
-    ]
+    assert calls(plan, "OFFLOAD_ACTIVATIONS") == [f"layer{i}" for i in range(first, LAYERS - prefetch - 1)]
     assert calls(plan, "FETCH_ACTIVATIONS") == calls(plan, "OFFLOAD_ACTIVATIONS")[::-1]
 
 
@@ -92,9 +90,7 @@ def test_they_leave_behind_the_forward_and_come_back_ahead_of_the_backward(
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_saved_activations_on_the_device_are_those_of_the_next_backwards(prefetch: int):
     plan, plain = planned(ActivationOffload(prefetch=prefetch)), planned()
-    peaks = [
-        planned_memory(each.program.actions(FIRST_ROLE), {})[1]["activations"] for each in (plan, plain)
-    ]
+    peaks = [planned_memory(each.program.actions(FIRST_ROLE), {})[1]["activations"] for each in (plan, plain)]
     assert peaks[1] - peaks[0] == (LAYERS - prefetch - 1) * SAVED_NBYTES
     left = LAYERS - prefetch - 1
     assert activation_host_nbytes(plan.program.actions(FIRST_ROLE)) == left * SAVED_NBYTES
@@ -131,7 +127,12 @@ def test_named_blocks_leave_wherever_they_are():
     assert calls(plan, "OFFLOAD_ACTIVATIONS") == ["layer1", "layer5"]
     assert static_checks(plan) == []
     last = names(plan, "OFFLOAD_ACTIVATIONS", "FETCH_ACTIVATIONS", "LOSS", "B")
-    assert last[1:5] == ["OFFLOAD_ACTIVATIONS(layer5, 0)", "LOSS(0)", "FETCH_ACTIVATIONS(layer5, 0)", "B(layer5, 0)"]
+    assert last[1:5] == [
+        "OFFLOAD_ACTIVATIONS(layer5, 0)",
+        "LOSS(0)",
+        "FETCH_ACTIVATIONS(layer5, 0)",
+        "B(layer5, 0)",
+    ]
 
 
 @pytest.mark.parametrize(

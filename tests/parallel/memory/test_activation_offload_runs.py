@@ -1,4 +1,4 @@
-"""Activation offload at run time: the bits of the plan without it, its copies to the byte, nothing that stays."""
+"""Activation offload at run time: the bits of the plan without it, copies to the byte, nothing that stays."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +47,7 @@ ALL = ActivationCheckpointing(blocks=("*",))
 OFFLOAD = ActivationOffload(prefetch=0)
 KEPT = {"saved": (OFFLOAD,), "inputs": (ALL, OFFLOAD)}
 FLOAT64 = PrecisionConfig("float64", "float64", "float64")
+PRECISIONS = {"float64": FLOAT64, "float32": PrecisionConfig(), "mixed": MIXED}
 
 
 def without_offload(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
@@ -104,7 +105,9 @@ def assert_same_bits_and_planned_bytes(
     for rank, (_, copied) in enumerate(found):
         names = planned_copies(plan, rank)
         assert names
-        assert {name: nbytes for name, nbytes in copied.items() if "_ACTIVATIONS" in name}.keys() == names.keys()
+        assert {
+            name: nbytes for name, nbytes in copied.items() if "_ACTIVATIONS" in name
+        }.keys() == names.keys()
         if exact:
             assert {name: copied[name] for name in names} == names
         out, back = (
@@ -122,14 +125,20 @@ STORES = {
 
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("precision", [FLOAT64, PrecisionConfig(), MIXED], ids=["float64", "float32", "mixed"])
+@pytest.mark.parametrize(
+    "precision", [FLOAT64, PrecisionConfig(), MIXED], ids=["float64", "float32", "mixed"]
+)
 def test_it_changes_no_bit(store: str, kept: str, precision: PrecisionConfig):
     analyzed = analyzed_model(p=0.2)
     adamw = OptimizerConfig("adamw", lr=0.01)
 
     def make(strategies: tuple[Strategy, ...]) -> Plan:
         return make_plan(
-            analyzed, tiny_job(precision=precision, optimizer=adamw), Mesh(dp_replicate=3), strategies, 2
+            analyzed,
+            tiny_job(precision=PRECISIONS[precision], optimizer=adamw),
+            Mesh(dp_replicate=3),
+            strategies,
+            2,
         )
 
     data = [{key: value[:12] for key, value in token_samples(NUM_SAMPLES).items()}] * 3
@@ -194,7 +203,9 @@ def test_experts_are_copied_too(kept: str):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize(("mesh", "more"), [(Mesh(dp_shard=3), ()), (Mesh(pp=2), (Pipeline(schedule="zb_h1"),))])
+@pytest.mark.parametrize(
+    ("mesh", "more"), [(Mesh(dp_shard=3), ()), (Mesh(pp=2), (Pipeline(schedule="zb_h1"),))]
+)
 def test_a_model_with_convolutions_equals_one_device(mesh: Mesh, more: tuple[Strategy, ...], kept: str):
     base = sgd_job()
     base = replace(base, train=replace(base.train, batch=6))

@@ -1,4 +1,4 @@
-"""Partitioned activations: each rank along tp keeps ceil(n / t) elements of an input; the bits do not change."""
+"""Partitioned activations: ranks along tp keep ceil(n / t) elements of an input; the bits do not change."""
 
 from collections.abc import Sequence
 from threading import get_ident
@@ -105,8 +105,7 @@ def test_it_changes_no_bit_in_mixed_precision():
 
 def test_parts_are_padded_and_the_gathers_send_them():
     plan, plain = (
-        planned(Mesh(tp=3), each, 1)
-        for each in ((TensorParallel(), ALL, PARTS), (TensorParallel(), ALL))
+        planned(Mesh(tp=3), each, 1) for each in ((TensorParallel(), ALL, PARTS), (TensorParallel(), ALL))
     )
     numel = LENGTH * HIDDEN
     part = -(-numel // 3) * 8

@@ -173,7 +173,7 @@ class ActivationOffload(Strategy):
 class _LeavingFinder:
     """Finds what leaves behind a forward, and where it has to be back.
 
-    `indices` are those of the actions by name, `freed` the names that the last backward of a block call frees.
+    `indices` are those of the actions by name, `freed` what the last backward of a block call frees.
     """
 
     actions: Sequence[Action]

@@ -1,8 +1,8 @@
 """Copies what block calls keep for their backward to the host and back (activation_offload.py).
 
-    not checkpointed   autograd's hooks for saved tensors see each tensor that the call saves. A storage is kept
-                       once; a saved tensor is a view of it (dtype, size, stride, offset), which is made again
-                       when the backward asks for it
+    not checkpointed   autograd's hooks for saved tensors see each tensor that the call saves. A storage is
+                       kept once; a saved tensor is a view of it (dtype, size, stride, offset), which is made
+                       again when the backward asks for it
     checkpointed       the leaf that replaces the output of the block before, and that the call keeps as its
                        input, gets other memory: its identity and its gradient are those of the leaf
 
@@ -87,9 +87,8 @@ class SavedView:
         if self.storage.is_written(self.number):
             raise _written_error(self.size)
         if self.storage.is_on_host:
-            raise RuntimeError(
-                f"a backward reads activations that are on the host; put a {FETCH} before it, which it waits for"
-            )
+            text = "a backward reads activations that are on the host"
+            raise RuntimeError(f"{text}; put a {FETCH} before it, which it waits for")
         flat = self.storage.flat
         flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
@@ -282,7 +281,9 @@ class KeptTensorCopies:
         if action.kind == CHECKPOINTED_FORWARD:
             if key in self._offloads:
                 found = self._leaves.find(self._offloads[key].tensors, action.microbatch, inputs)
-                self._kept[key] = _KeptByCall(inputs=[InputLeaf(weakref.ref(leaf)) for leaf in found.values()])
+                self._kept[key] = _KeptByCall(
+                    inputs=[InputLeaf(weakref.ref(leaf)) for leaf in found.values()]
+                )
             outputs = forward(*args, **kwargs)
             self._leaves.note_outputs(action, inputs, outputs)
             return outputs
@@ -327,4 +328,3 @@ class KeptTensorCopies:
                 each.move(target, to_host=False)
             work = self._state.host_memory.start_copies(action, pairs)
         self._state.issue(action, work)
-

@@ -1,9 +1,9 @@
 """Partitioned activations: along tp, each rank keeps a part of the inputs that checkpointed blocks keep.
 
-Why it works: tensor parallelism shards matrices, and between blocks all ranks along `tp` have the same residual
-stream. With activation checkpointing every block keeps its input, so all ranks keep the same tensors. It is
-enough that each keeps one part of them; an all-gather makes the whole input again before the block runs a
-second time. This is the P_a of ZeRO-R. Sequence parallelism needs none of it: there ranks have slices anyway.
+Why it works: tensor parallelism shards matrices, and between blocks all ranks along `tp` have the same
+residual stream. With activation checkpointing every block keeps its input, so all ranks keep the same
+tensors. It is enough that each keeps one part of them; an all-gather makes the whole input again before the
+block runs a second time. This is the P_a of ZeRO-R. Sequence parallelism needs none of it: there ranks have slices anyway.
 
     tp = 3, the block call v keeps x       rank 0        rank 1        rank 2
     F_CHECKPOINTED(v)                      x             x             x
@@ -26,8 +26,8 @@ Cost: the bytes above: as many as an all-gather of sequence parallelism, for eac
 part. Time: none, if the gather of a block overlaps with the backward before it.
 Limits: the inputs that are partitioned are those that `activation_offload` may copy: outputs of checkpointed
 block calls that one other takes, and nothing else holds. Refused without tensor parallelism, without
-activation checkpointing, where residual streams are in slices along tp, and in models that write in place into
-what blocks return.
+activation checkpointing, where residual streams are in slices along tp, and in models that write in place
+into what blocks return.
 Paper: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC20,
 arXiv 1910.02054 (section 6.1).
 """

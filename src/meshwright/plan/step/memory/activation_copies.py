@@ -93,9 +93,7 @@ def with_activation_copies(actions: Sequence[Action], leaving: Sequence[LeavingA
 
 
 def _copies(last: Action, leaving: LeavingActivations) -> tuple[Action, Action]:
-    on_host = tuple(
-        replace(each, name=on_host_name(each.name), tier="host") for each in leaving.allocations
-    )
+    on_host = tuple(replace(each, name=on_host_name(each.name), tier="host") for each in leaving.allocations)
     offload = Action(
         OFFLOAD,
         leaving.forward.subject,

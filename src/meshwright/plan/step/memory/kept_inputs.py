@@ -7,8 +7,8 @@
 
 Between the forward of v and its second run nobody reads x, so it may leave the device, or be kept in parts.
 A value is held by others, and stays, if several block calls take it, if glue computes with it, if the model
-returns it, or if it crosses a stage boundary. Its memory is that of an output; `split_kept_inputs` makes it an
-allocation of its own.
+returns it, or if it crosses a stage boundary. Its memory is that of an output; `split_kept_inputs` makes it
+an allocation of its own.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ from meshwright.plan.step.single_device_program import (
 
 @dataclass(frozen=True)
 class KeptInput:
-    """A value that a checkpointed block call keeps, and the number of its elements on a rank, in a microbatch.
+    """A value that a checkpointed block call keeps, and its elements on a rank, in a microbatch.
 
     `replicated_axes` are the axes along which ranks have slices of parameters and the same value.
     """
