@@ -3,7 +3,8 @@
 Why it works: tensor parallelism shards matrices, and between blocks all ranks along `tp` have the same
 residual stream. With activation checkpointing every block keeps its input, so all ranks keep the same
 tensors. It is enough that each keeps one part of them; an all-gather makes the whole input again before the
-block runs a second time. This is the P_a of ZeRO-R. Sequence parallelism needs none of it: there ranks have slices anyway.
+block runs a second time. This is the P_a of ZeRO-R. Sequence parallelism needs none of it: there ranks have
+slices anyway.
 
     tp = 3, the block call v keeps x       rank 0        rank 1        rank 2
     F_CHECKPOINTED(v)                      x             x             x
