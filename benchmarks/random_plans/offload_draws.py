@@ -1,4 +1,6 @@
-"""Offloads the optimizer states of a random plan, and its gradients and weights where they are in shards."""
+"""Offloads the optimizer states of a random plan, its gradients and weights where they are in shards, and
+what blocks keep for their backward, which ranks along tp may keep in parts.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -6,9 +8,14 @@ from tempfile import gettempdir
 
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.disk_offload import DiskOffload
+from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
 
@@ -26,5 +33,32 @@ def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy,
     if rng.random() < 0.3:
         chosen = DiskOffload(gettempdir(), num_buffers=rng.choice((1, 2, 3)))
     mixed = [*strategies, chosen]
+    rng.shuffle(mixed)
+    return tuple(mixed)
+
+
+def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, and
+    where checkpointed blocks of a model in one piece may keep nothing that can leave.
+    """
+    in_stages = any(isinstance(each, Pipeline) for each in strategies)
+    checkpoints = any(isinstance(each, ActivationCheckpointing) for each in strategies)
+    if any(isinstance(each, Gist) for each in strategies) or (checkpoints and not in_stages):
+        return tuple(strategies)
+    mixed = [*strategies, ActivationOffload(prefetch=rng.choice((0, 1)) if in_stages else 0)]
+    rng.shuffle(mixed)
+    return tuple(mixed)
+
+
+def with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with partitioned activations, if there are stages that are checkpointed and whole
+    streams along tp.
+    """
+    names = {each.name for each in strategies}
+    if not names.issuperset((Pipeline.name, ActivationCheckpointing.name)) or "sequence_parallel" in names:
+        return tuple(strategies)
+    if not any(isinstance(each, TensorParallel) for each in strategies):
+        return tuple(strategies)
+    mixed = [*strategies, PartitionedActivations(prefetch=rng.choice((0, 1)))]
     rng.shuffle(mixed)
     return tuple(mixed)

@@ -25,7 +25,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
-from benchmarks.random_plans.offload_draws import with_offload
+from benchmarks.random_plans.offload_draws import (
+    with_activation_offload,
+    with_offload,
+    with_partitioned_activations,
+)
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -126,6 +130,7 @@ TECHNIQUES: Mapping[str, str] = (
                 for name in (
                     *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
                     *("offload", "disk_offload"),
+                    *("activation_offload", "partitioned_activations"),
                     "gist",
                 )
             },
@@ -256,6 +261,11 @@ def draw(seed: int, number: int) -> Draw:
     offload = Random(f"{seed}/{number}/offload")
     if offload.random() < 0.3:
         drawn = replace(drawn, strategies=with_offload(offload, drawn.strategies))
+    activations = Random(f"{seed}/{number}/activations")
+    if activations.random() < 0.25:
+        drawn = replace(drawn, strategies=with_activation_offload(activations, drawn.strategies))
+    if activations.random() < 0.5:
+        drawn = replace(drawn, strategies=with_partitioned_activations(activations, drawn.strategies))
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn

@@ -31,6 +31,7 @@ SHARED = (
     "memory/block_patterns",
     "memory/gist_encodings",
     "memory/offload_actions",
+    "memory/kept_tensor_copies",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",

@@ -4,7 +4,7 @@
     live      what this rank had of them when it failed, and the whole process
     changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with
               fewer microbatches in flight; half the microbatch; shards of the parameters; activation
-              checkpointing; sequence sharding over the data-parallel ranks
+              checkpointing; activations on the host; sequence sharding over the data-parallel ranks
 
 The first change below the limit is named, if there is a limit: the memory of the device, or what the system
 grants the process. Memory that the plan does not know is assumed to shrink with the microbatch, and else to
@@ -30,6 +30,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
@@ -131,6 +132,7 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
         *_shards(plan, (3,)),
         *_recompute(plan),
         *_offload(plan),
+        *_offload_activations(plan),
     ]
     tried = [(plan.mesh, plan.model_spec, each) for each in here]
     if can_shard_sequence(analyzed):
@@ -318,6 +320,13 @@ def _offload(plan: Plan) -> Iterator[CandidateChange]:
     """Keeps the optimizer states on the host, and steps them on the device."""
     if not any(isinstance(strategy, Offload) for strategy in plan.strategies):
         yield '[[strategies]] name = "offload"', (*plan.strategies, Offload()), plan.micro_batch
+
+
+def _offload_activations(plan: Plan) -> Iterator[CandidateChange]:
+    """Keeps on the host what blocks keep for their backward."""
+    if not any(isinstance(strategy, ActivationOffload) for strategy in plan.strategies):
+        others = (*plan.strategies, ActivationOffload())
+        yield '[[strategies]] name = "activation_offload"', others, plan.micro_batch
 
 
 def _recompute(plan: Plan) -> Iterator[CandidateChange]:

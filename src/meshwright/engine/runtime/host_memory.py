@@ -68,11 +68,13 @@ class HostMemory:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
         overwrites_sources: bool = False,
+        read_on_host: bool = True,
     ) -> Work:
         """Copies (target, source) pairs for `action`, on its stream, after the kernels launched so far.
 
-        Targets have the shapes and dtypes of their sources. Returns the work; `overwrites_sources` tells that
-        the host writes over the sources once it has waited for it.
+        Targets have the shapes and dtypes of their sources. Returns the work; the host waits in it for a copy
+        to the host, unless `read_on_host` says that nobody reads it there, and for one
+        whose sources it overwrites (`overwrites_sources`).
         """
         self._ledger.record_copy(action.name, sum(source.nbytes for _, source in pairs))
         if self._device.type == "cpu":
@@ -89,7 +91,7 @@ class HostMemory:
                 for tensor in (target, source):
                     if not tensor.is_cpu:  # its memory is not given to another tensor before the copy ends
                         tensor.record_stream(stream)
-        host_waits = action.stream == "copy_out" or overwrites_sources
+        host_waits = (read_on_host and action.stream == "copy_out") or overwrites_sources
         return CopyWork(stream, self._device, host_waits=host_waits)
 
 

@@ -238,6 +238,7 @@ class StepExecutor:
         counts in any batch.
         """
         state = self.state
+        state.end_step()  # a step that failed has left its activations
         state.collectives.begin_block(EVALUATION_ACTION)
         with summon_full_params(state.trained_module, state.flat_params, state.driver, EVALUATION_ACTION):
             return evaluate(state, batches)
@@ -349,8 +350,11 @@ class StepExecutor:
         return memory_by_category(self.state, tier)
 
     def close(self) -> None:
-        """Restores the module's own forwards, and removes the file of what rests on disk."""
+        """Restores the module's own forwards, frees what a step that failed has left, and removes the file of
+        what rests on disk.
+        """
         self.state.offloaded.delayed_steps.close()
+        self.state.end_step()
         self.state.driver.detach()
         self.state.sequence_runner.restore_model()
         self.state.patches.restore_forwards()

@@ -7,6 +7,7 @@ the names may be left out and are filled in here. Settings that are applied when
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -19,7 +20,7 @@ from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diag
 from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.job.errors import Diagnostic, diagnostics_in, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, diagnostics_in, raise_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
@@ -48,9 +49,10 @@ def model_spec_for(
     """Returns the model spec with the parts that this plan needs: they take further trials, so they are not
     in `analyzed`.
 
-    Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the
-    memory model the activations in the job's dtypes, on the device `hardware` if it is known, else on that of
-    this host. In float64, which is for comparisons only, an estimate stands for the last.
+    Pipeline stages, and strategies that move them, need the activations between blocks, context parallelism
+    the roles of tokens, and the memory model the activations in the job's dtypes, on the device `hardware` if
+    it is known, else on that of this host. In float64, which is for comparisons only, an estimate stands for
+    the last.
     """
     dtype, compute_dtype = (
         getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
@@ -60,6 +62,11 @@ def model_spec_for(
         model_spec = add_stage_boundaries(
             analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
         ).model_spec
+    elif any(strategy.needs_block_values for strategy in strategies):
+        with suppress(PlanError):  # then the strategy says what it lacks
+            model_spec = add_stage_boundaries(
+                analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
+            ).model_spec
     if any(strategy.needs_sequence_info for strategy in strategies):
         model_spec = replace(model_spec, sequence_info=analyzed.sequence_info)
     if dtype == torch.float64:

@@ -96,6 +96,7 @@ class ForwardRecord:
     """The record of one forward: block calls in order, their stubs, the glue after each, the values and
     their consumers.
 
+    `read_by_glue` are values that glue computes with.
     `boundary_blockers` are ranges of closed stage boundaries: after the first block call, up to the boundary
     before the second (None: to the end), the reason and the repair. `root_params` are parameters that glue
     uses, each with the block calls that need it.
@@ -106,6 +107,7 @@ class ForwardRecord:
     ops: dict[str, list[GlueOp]] = field(default_factory=dict)
     values: dict[str, RecordedValue] = field(default_factory=dict)
     consumers: dict[str, list[str]] = field(default_factory=dict)
+    read_by_glue: set[str] = field(default_factory=set)
     boundary_blockers: list[tuple[str, str | None, str, str]] = field(default_factory=list)
     root_params: dict[str, list[str]] = field(default_factory=dict)
 
@@ -210,6 +212,7 @@ def build_forward_graph(
                 value.op,
                 value.source_line,
                 None if recorded is None else recorded.sequence_dim,
+                name in first_record.read_by_glue,
             )
         )
     roots = tuple((name, first_record.in_order(users)) for name, users in first_record.root_params.items())

@@ -415,6 +415,8 @@ class _ForwardRecorder(TorchFunctionMode):
         if tensor in self._names:
             name = self._names[tensor]
             self._late_grads.note_use(name, tensor)
+            if glue:
+                self.record.read_by_glue.add(name)
             users = self.record.consumers.setdefault(name, [])
             if self._block_call not in users:
                 users.append(self._block_call)

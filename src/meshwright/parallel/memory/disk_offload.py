@@ -56,7 +56,6 @@ from meshwright.parallel.memory.offload_actions import (
     refuse_updates_within,
     whole_matrix_diagnostics,
 )
-from meshwright.plan.hardware.memory_tiers import MemoryTiers
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import above, at_least, not_empty
 from meshwright.plan.job.job import Job
@@ -101,7 +100,7 @@ class DiskOffload(Strategy):
         yield from other_owner_diagnostics(sharding, self.name, "disk")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        tiers = MemoryTiers(optimizer_states="disk", step="host", disk_folder=self.folder)
+        tiers = replace(sharding.tiers, optimizer_states="disk", step="host", disk_folder=self.folder)
         return replace(sharding, tiers=tiers)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:

@@ -82,6 +82,12 @@ class Gist(Strategy):
                 fix = "leave out its `blocks`: others have some"
             yield Diagnostic(text, fix, LOCATION)
 
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        encoded = [each.block_call for each in self._encoded(sharding.model_spec.relu_activations)]
+        if self.backward_dtype:
+            encoded = [each for each in sharding.model_spec.block_calls if self._is_selected(each)]
+        return replace(sharding, encoded_calls=tuple(encoded))
+
     def tolerance(self, sharding: ShardingPlan) -> float:
         return ROUNDING.get(self.backward_dtype, 0.0)
 
@@ -90,9 +96,7 @@ class Gist(Strategy):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         model_spec = runtime.state.plan.view.model_spec
-        calls = [each.block_call for each in self._encoded(model_spec.relu_activations)]
-        if self.backward_dtype:
-            calls = [each for each in model_spec.block_calls if self._is_selected(each)]
+        calls = [each for each in runtime.state.plan.sharding.encoded_calls if each in model_spec.block_calls]
         forwards = {action.name: action for action in runtime.state.plan.actions if action.kind == "F"}
         for block in dict.fromkeys(map(block_of, calls)):
             runtime.state.patches.wrap_forward(block, partial(self._run, runtime, block, forwards))

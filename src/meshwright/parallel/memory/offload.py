@@ -79,7 +79,7 @@ from meshwright.parallel.memory.offload_actions import (
     refuse_updates_within,
     whole_matrix_diagnostics,
 )
-from meshwright.plan.hardware.memory_tiers import MemoryTier, MemoryTiers, SteppingTier
+from meshwright.plan.hardware.memory_tiers import MemoryTier, SteppingTier
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above, at_least, one_of
 from meshwright.plan.job.job import Job
@@ -172,7 +172,15 @@ class Offload(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         states, gradients, weights = (self._tier_of(each) for each in get_args(OffloadedKind))
-        return replace(sharding, tiers=MemoryTiers(states, gradients, weights, self.step_on, self.delay))
+        tiers = replace(
+            sharding.tiers,
+            optimizer_states=states,
+            gradients=gradients,
+            weights=weights,
+            step=self.step_on,
+            delay=self.delay,
+        )
+        return replace(sharding, tiers=tiers)
 
     def _tier_of(self, kind: OffloadedKind) -> MemoryTier:
         return "host" if kind in self.what else "device"

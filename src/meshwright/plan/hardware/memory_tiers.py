@@ -25,8 +25,8 @@ class MemoryTiers:
 
     Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
     weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
-    The optimizer runs beside the next `delay` steps.
-    What rests on disk is in a file in `disk_folder`.
+    Activations are those that a strategy copies between forward and backward. The optimizer runs beside the
+    next `delay` steps. What rests on disk is in a file in `disk_folder`.
     """
 
     optimizer_states: MemoryTier = "device"
@@ -35,6 +35,7 @@ class MemoryTiers:
     step: SteppingTier = "device"
     delay: int = 0
     disk_folder: str = ""
+    activations: MemoryTier = "device"
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
         """Returns whether the host steps a master of weights that rest on the device; `is_stored_sharded`:

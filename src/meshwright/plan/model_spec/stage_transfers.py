@@ -52,6 +52,7 @@ class StageValue:
     operation and the line of the model's code that made it ("" for the output of a block call).
     `sequence_dim` is the dim along which ranks hold their own tokens under sequence sharding; None: every
     rank has the full tensor.
+    `read_by_glue`: glue computes with it, or the model returns it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class StageValue:
     op: str = ""
     source_line: str = ""
     sequence_dim: int | None = None
+    read_by_glue: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.op} at {self.source_line})" if self.op else self.name

@@ -37,7 +37,7 @@ class ShardingPlan:
     the tokens of a sample to ranks. `syncs_batch_norm`: batch norms see all ranks' samples. The loss computes
     logits in `num_loss_chunks` chunks of tokens. In a flat parameter, a bucket or another buffer of several
     parameters, each parameter and each shard begins at a multiple of `align_numel` elements.
-    Model states rest in `tiers`.
+    Model states rest in `tiers`. What autograd saves in `encoded_calls` rests in another form until backward.
     """
 
     mesh: Mesh
@@ -56,6 +56,7 @@ class ShardingPlan:
     num_loss_chunks: int = 1
     align_numel: int = 1
     tiers: MemoryTiers = ON_DEVICE
+    encoded_calls: tuple[str, ...] = ()
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.plan import Plan, RankPlan
+from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, ACTIVATION_PARTS
 from meshwright.plan.step.memory.model_states import (
     GroupStates,
     cast_nbytes,
@@ -33,7 +34,12 @@ from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.plan.strategy_state import local_state_nbytes
 
 # actions that allocate activations, and gradients that are not kept
-TRANSIENT_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")
+TRANSIENT_KINDS = (
+    *PARAM_USE_KINDS,
+    *ACTIVATION_COPIES,
+    *ACTIVATION_PARTS,
+    *("LOSS", "CONCAT", "CONCAT_GRAD"),
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ def _state_bytes(plan: RankPlan, groups: Sequence[GroupStates], tier: MemoryTier
 
 
 def transient_nbytes(plan: Plan) -> int:
-    """Returns the peak of the bytes that are transient within a step, as far as blocks are known."""
+    """Returns the peak of the bytes that are transient within a step on the device, as far as blocks are
+    known.
+    """
     peak = 0
     for role in plan.program.roles:
         freed = {name for action in role.actions if action.kind == "STEP" for name in action.frees}
@@ -105,7 +113,7 @@ def transient_nbytes(plan: Plan) -> int:
                 live |= {
                     allocation.name: allocation.nbytes
                     for allocation in action.allocations
-                    if allocation.name not in freed
+                    if allocation.name not in freed and allocation.tier == "device"
                 }
             peak = max(peak, sum(live.values()))
             for name in action.frees:

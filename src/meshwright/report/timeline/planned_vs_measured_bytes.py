@@ -19,6 +19,7 @@ CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
     **{
         "output": "activations",
+        **dict.fromkeys(("kept input", "kept part"), "activations"),
         "saved activations": "activations",
         "output gradient": "activations",
         "scratch": "activations",

@@ -3,6 +3,8 @@
 Modules:
 
     memory_names         names of the memory that actions allocate and free
+    activation_copies    copies of activations to host memory and back
+    kept_inputs          inputs that checkpointed block calls keep, and nothing else holds
     block_call_memory    bytes of activations per block call on one rank
     tier_copies          checks of the copies between memory tiers
     model_states         bytes of weights, masters and optimizer states per parameter group on one rank

@@ -60,3 +60,18 @@ def saved_sums_name(block_call: str, number: int, microbatch: int | None) -> str
 def values_not_zero_name(block_call: str, microbatch: int | None) -> str:
     """Returns the name of the values that `gist` keeps of results of ReLU in a block call."""
     return f"{VALUES_NOT_ZERO}({block_call}, {microbatch})"
+
+
+def kept_input_name(value: str, microbatch: int | None) -> str:
+    """Returns the name of the output `value` of a block call, where it is an input that another keeps."""
+    return f"kept input({value}, {microbatch})"
+
+
+def on_host_name(name: str) -> str:
+    """Returns the name in host memory of what is called `name` on the device."""
+    return f"host {name}"
+
+
+def kept_part_name(value: str, microbatch: int | None) -> str:
+    """Returns the name of the part of such an input that a rank keeps."""
+    return f"kept part({value}, {microbatch})"

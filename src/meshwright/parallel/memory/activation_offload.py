@@ -1,0 +1,231 @@
+"""Activation offload: what blocks keep for their backward rests in host memory between forward and backward.
+
+Why it works: what a block keeps is read twice, by its forward and by its backward, and the rest of the model
+runs in between. So it can leave the device behind the forward and come back ahead of the backward, on a
+stream of its own, while other blocks compute. Nothing is computed twice, and every bit is the same. With
+activation checkpointing a block keeps its input alone; then that is what leaves: the inputs of all blocks are
+what checkpointing leaves on the device, and they grow with the number of layers.
+
+    a block call that is ...   leaves behind its forward                       comes back ahead of
+    checkpointed               its inputs, which it keeps                      RECOMPUTE
+    not checkpointed           what autograd saves inside it, each storage     B (of a split backward I;
+                               once, however many views of it are saved        it stays until W)
+
+    prefetch = 1
+    compute    F0  F1     F2     F3  LOSS  B3     B2          B1          B0
+    copy_out       OFF0   OFF1
+    copy_in                                FETCH1 (B3 runs)   FETCH0 (B2 runs)
+
+    OFFLOAD_ACTIVATIONS    copies what the block call keeps to the host, and frees it on the device
+    FETCH_ACTIVATIONS      copies it back, `prefetch` backwards before its own
+
+    bytes per microbatch: what leaves, once out and once in
+    device memory         the kept activations of prefetch + 1 block calls, in place of all; and of those that
+                          stay: the last prefetch + 1, whose backward follows at once, unless `blocks` names
+                          them. Pipelines: of all microbatches in flight, those leave
+    host memory           what has left: the sum over block calls and microbatches in flight
+
+Left on the device: parameters and buffers, what the block takes and returns where the saved activations leave
+(the next block, or the one before, holds it too), and the inputs of a checkpointed block call that are no
+output of another checkpointed one (embedded tokens of an embedding that is not checkpointed, masks), that
+several use, that glue computes with, or that another pipeline stage has sent. `host_gb` bounds the host
+memory of each rank: a plan that needs more is refused before anything starts.
+
+Cost: no bytes sent to other ranks. Time: none, if a block computes longer than its copies take; some
+microseconds per saved tensor. The bytes of inputs are exact; those inside of blocks are as measured in a
+trial (`activation_checkpointing`), and those of experts as expected.
+Limits: refused are block calls whose saved activations `gist` encodes, and inputs of checkpointed blocks in
+models that write in place into what blocks return. Tensors that a user's autograd function keeps by itself,
+not by save_for_backward, stay. A write in place into a saved tensor is an error, as it is without.
+Paper: Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
+Design", MICRO, arXiv 1602.08124 (section III); Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv 2104.07857
+(section 5.2: checkpoints of activations on the CPU).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.parallel.memory.kept_tensor_copies import KeptTensorCopies
+from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
+from meshwright.plan.job.field_constraints import above, at_least
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.memory.activation_copies import (
+    GATHER,
+    PARTITION,
+    BackwardPlaces,
+    LeavingActivations,
+    activation_host_nbytes,
+    num_calls_between,
+    with_activation_copies,
+)
+from meshwright.plan.step.memory.kept_inputs import (
+    KeptInput,
+    checkpointed_calls,
+    kept_inputs,
+    split_kept_inputs,
+)
+from meshwright.plan.step.memory.memory_names import output_name
+from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.single_device_program import (
+    CHECKPOINTED_FORWARD,
+    FORWARD_KINDS,
+    WEIGHT_GRAD_KINDS,
+)
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+LOCATION = "strategies.activation_offload"
+HOST_GB_FIX = "write the GB of host memory that the activations of each rank may use, or remove host_gb"
+Key = tuple[str, int | None]  # block call and microbatch
+
+
+@dataclass(frozen=True)
+class ActivationOffload(Strategy):
+    """Keeps activations of the block calls that match one of `blocks` on the host until their backward;
+    without `blocks`, of all but those whose backward follows at once.
+
+    They come back `prefetch` backwards before their own. Each rank may use `host_gb` GB (2^30 bytes) of host
+    memory for them; None: no bound.
+    """
+
+    name: ClassVar[str] = "activation_offload"
+    phase: ClassVar[StrategyPhase] = "comm"  # once it is known which block calls run again
+    needs_block_values: ClassVar[bool] = True
+    blocks: tuple[str, ...] = ()
+    prefetch: int = field(default=1, metadata=at_least(0))
+    host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        block_calls = sharding.model_spec.block_calls
+        yield from unmatched_patterns(self.blocks, sharding.model_spec, f"{LOCATION}.blocks")
+        if len(block_calls) == 1:
+            text = f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at "
+            text += "once: nothing can leave in between"
+            yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{LOCATION}.blocks")
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return replace(sharding, tiers=replace(sharding.tiers, activations="host"))
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        edited = program.edit(lambda actions: self._offload(actions, view, job))
+        if edited == program and view.plan.mesh.pp == 1:
+            text = "nothing leaves the device: the backward of every block follows within "
+            text += f"{self.prefetch + 1} others, or what it keeps has to stay"
+            fix = "set prefetch = 0, name other `blocks`, or remove activation_offload"
+            raise PlanError(text, fix=fix, location=LOCATION)
+        self._check_host_memory(edited)
+        return edited
+
+    def _check_host_memory(self, program: Program) -> None:
+        """Raises PlanError if the rank needs more host memory than it may use."""
+        needed = max(activation_host_nbytes(role.actions) for role in program.roles)
+        if self.host_gb is not None and needed > self.host_gb * 2**30:
+            text = f"the activations of a rank need {format_nbytes(needed)} of host memory, and host_gb = "
+            text += f"{self.host_gb:g} allows less"
+            fix = f"set host_gb = {1.01 * needed / 2**30:.3g} or more, or name fewer `blocks`"
+            raise PlanError(text, fix=fix, location=f"{LOCATION}.host_gb")
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return KeptTensorCopies(runtime.state).handlers
+
+    def _offload(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        inputs: Mapping[str, list[KeptInput]] = {}
+        if any(map(self._is_selected, checkpointed_calls(actions))):
+            inputs = kept_inputs(actions, view, job, self.name)
+        chosen = self._choose_forwards(actions, inputs)
+        kept: dict[int | None, list[KeptInput]] = {}
+        for forward in (actions[index] for index in chosen if actions[index].kind == CHECKPOINTED_FORWARD):
+            kept.setdefault(forward.microbatch, []).extend(inputs.get(forward.subject, ()))
+        actions = split_kept_inputs(actions, kept)
+        finder, leaving = _LeavingFinder.of(actions, self.prefetch), list[LeavingActivations]()
+        for index in chosen:
+            forward = actions[index]
+            if forward.kind == CHECKPOINTED_FORWARD:
+                leaving.append(finder.inputs(index, inputs.get(forward.subject, ())))
+            else:
+                _refuse_encoded(forward, view)
+                leaving.append(finder.saved(index))
+        return with_activation_copies(actions, [each for each in leaving if each.nbytes])
+
+    def _choose_forwards(
+        self, actions: Sequence[Action], inputs: Mapping[str, Sequence[KeptInput]]
+    ) -> list[int]:
+        """Returns the indices of the forwards that something leaves behind."""
+        places, found = BackwardPlaces.of(actions), list[int]()
+        for index, action in enumerate(actions):
+            if action.kind not in FORWARD_KINDS or not self._is_selected(action.subject):
+                continue
+            if action.kind == CHECKPOINTED_FORWARD and action.subject not in inputs:
+                continue
+            fetch = places.fetch_index((action.subject, action.microbatch), index, self.prefetch)
+            if self.blocks or num_calls_between(actions, index, fetch) > self.prefetch + 1:
+                found.append(index)
+        return found
+
+    def _is_selected(self, block_call: str) -> bool:
+        return not self.blocks or matches_any(block_call, self.blocks)
+
+
+@dataclass(frozen=True)
+class _LeavingFinder:
+    """Finds what leaves behind a forward, and where it has to be back.
+
+    `indices` are those of the actions by name, `freed` what the last backward of a block call frees.
+    """
+
+    actions: Sequence[Action]
+    prefetch: int
+    places: BackwardPlaces
+    indices: Mapping[str, int]
+    freed: Mapping[Key, frozenset[str]]
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], prefetch: int) -> "_LeavingFinder":
+        freed = {
+            (action.subject, action.microbatch): frozenset(action.frees)
+            for action in actions
+            if action.kind in WEIGHT_GRAD_KINDS
+        }
+        indices = {action.name: index for index, action in enumerate(actions)}
+        return cls(actions, prefetch, BackwardPlaces.of(actions), indices, freed)
+
+    def saved(self, index: int) -> LeavingActivations:
+        """Returns what the forward at `index` allocates and its backward frees, without its output."""
+        forward = self.actions[index]
+        key = forward.subject, forward.microbatch
+        output = output_name(forward.subject, forward.microbatch or 0)
+        allocations = tuple(
+            each for each in forward.allocations if each.name in self.freed[key] and each.name != output
+        )
+        fetch = self.places.fetch_index(key, index, self.prefetch)
+        return LeavingActivations(forward, index, fetch, (self._reader(key),), allocations)
+
+    def inputs(self, index: int, inputs: Sequence[KeptInput]) -> LeavingActivations:
+        """Returns the inputs that the forward at `index` keeps: whole, or the part that this rank keeps."""
+        forward = self.actions[index]
+        key, microbatch = (forward.subject, forward.microbatch), forward.microbatch
+        behind, readers, allocations = index, {self._reader(key)}, list[Allocation]()
+        for each in inputs:
+            part = self.indices.get(Action(PARTITION, each.name, microbatch).name)
+            if part is None:
+                allocations.append(each.allocation(microbatch))
+            else:
+                behind = max(behind, part)
+                readers.add(self.indices[Action(GATHER, each.name, microbatch).name])
+                allocations += self.actions[part].allocations
+        fetch = min(*readers, self.places.fetch_index(key, behind, self.prefetch))
+        names = tuple(each.name for each in inputs)
+        return LeavingActivations(forward, behind, fetch, tuple(sorted(readers)), tuple(allocations), names)
+
+    def _reader(self, key: Key) -> int:
+        return self.places.starts[self.places.numbers[key]]
+
+
+def _refuse_encoded(forward: Action, view: RankView) -> None:
+    if forward.subject in view.plan.encoded_calls:
+        text = f"gist encodes what autograd saves in '{forward.subject}', so that there is nothing to copy"
+        fix = "name other blocks in one of both (`blocks`), or remove one of both"
+        raise PlanError(text, fix=fix, location=LOCATION)

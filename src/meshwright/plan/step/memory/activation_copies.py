@@ -1,0 +1,154 @@
+"""Copies of activations to host memory behind a forward, and back ahead of the backward.
+
+    F(v)  OFFLOAD_ACTIVATIONS(v)   ...   FETCH_ACTIVATIONS(v)  ...  RECOMPUTE(v)  B(v)
+
+`with_activation_copies` inserts them for block calls that a strategy has chosen
+(parallel/memory/activation_offload.py). What a copy moves are allocations: the first action frees them on the
+device and allocates as much in host memory, the second does the reverse.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.plan.hardware.streams import COPY
+from meshwright.plan.step.memory.memory_names import on_host_name
+from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
+
+OFFLOAD, FETCH = ACTIVATION_COPIES = ("OFFLOAD_ACTIVATIONS", "FETCH_ACTIVATIONS")
+PARTITION, GATHER = ACTIVATION_PARTS = ("PARTITION_ACTIVATIONS", "GATHER_ACTIVATIONS")
+FORWARDS, BACKWARDS = ("F", "F_CHECKPOINTED"), ("B", "I")  # kinds; W comes after I
+
+
+@dataclass(frozen=True)
+class BackwardPlaces:
+    """Where the backwards of a list of actions begin: at RECOMPUTE, if there is one, else at B or I.
+
+    `numbers` counts the backwards by block call and microbatch, `starts` are their indices in the list.
+    """
+
+    numbers: Mapping[tuple[str, int | None], int]
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> "BackwardPlaces":
+        """Returns those of `actions`."""
+        keys, starts, recomputed = list[tuple[str, int | None]](), list[int](), dict[object, int]()
+        for index, action in enumerate(actions):
+            key = action.subject, action.microbatch
+            if action.kind == "RECOMPUTE":
+                recomputed[key] = index
+            elif action.kind in BACKWARDS:
+                keys.append(key)
+                starts.append(recomputed.get(key, index))
+        return cls({key: number for number, key in enumerate(keys)}, tuple(starts))
+
+    def fetch_index(self, key: tuple[str, int | None], behind: int, prefetch: int) -> int:
+        """Returns the index before which the backward of `key`, a block call and a microbatch, is prepared:
+        so that this overlaps with the `prefetch` backwards before it, but behind the action at `behind`.
+        """
+        return max(behind + 1, self.starts[max(0, self.numbers[key] - prefetch)])
+
+
+def num_calls_between(actions: Sequence[Action], behind: int, fetch: int) -> int:
+    """Returns how many forwards and backwards run between the actions at the indices `behind` and `fetch`."""
+    return sum(action.kind in (*FORWARDS, *BACKWARDS) for action in actions[behind + 1 : fetch])
+
+
+@dataclass(frozen=True)
+class LeavingActivations:
+    """Memory that `forward` allocates or keeps, and that is on the host from behind the action at index
+    `behind` until before that at index `fetch`. Those at `readers` wait for it. `values` are the names of
+    outputs of other block calls in it.
+    """
+
+    forward: Action
+    behind: int
+    fetch: int
+    readers: tuple[int, ...]
+    allocations: tuple[Allocation, ...]
+    values: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are expected."""
+        return sum(each.nbytes for each in self.allocations)
+
+
+def with_activation_copies(actions: Sequence[Action], leaving: Sequence[LeavingActivations]) -> list[Action]:
+    """Returns `actions` with copies of what is `leaving`."""
+    behind: dict[int, Action] = {}
+    before: dict[int, list[tuple[int, Action]]] = {}
+    waits: dict[int, str] = {}
+    for each in leaving:
+        offload, fetch = _copies(actions[each.behind], each)
+        behind[each.behind] = offload
+        before.setdefault(each.fetch, []).append((min(each.readers), fetch))
+        waits |= dict.fromkeys(each.readers, fetch.name)
+    found = list[Action]()
+    for index, action in enumerate(actions):
+        found += (fetch for _, fetch in sorted(before.get(index, ()), key=lambda pair: pair[0]))
+        found.append(with_waits(action, [waits[index]]) if index in waits else action)
+        found += [behind[index]] if index in behind else []
+    return found
+
+
+def _copies(last: Action, leaving: LeavingActivations) -> tuple[Action, Action]:
+    on_host = tuple(replace(each, name=on_host_name(each.name), tier="host") for each in leaving.allocations)
+    offload = Action(
+        OFFLOAD,
+        leaving.forward.subject,
+        leaving.forward.microbatch,
+        stream="copy_out",
+        waits=(last.name,),
+        tensors=leaving.values,
+        transfer=Transfer(COPY, (), leaving.nbytes, dtype="uint8"),
+        allocations=on_host,
+        frees=tuple(each.name for each in leaving.allocations),
+    )
+    fetch = replace(
+        offload,
+        kind=FETCH,
+        stream="copy_in",
+        waits=(offload.name,),
+        allocations=leaving.allocations,
+        frees=tuple(each.name for each in on_host),
+    )
+    return offload, fetch
+
+
+def activation_host_nbytes(actions: Sequence[Action]) -> int:
+    """Returns the peak of the expected bytes of activations in host memory."""
+    live, peak = dict[str, int](), 0
+    for action in (action for action in actions if action.kind in ACTIVATION_COPIES):
+        live |= {each.name: each.nbytes for each in action.allocations if each.tier == "host"}
+        peak = max(peak, sum(live.values()))
+        for name in action.frees:
+            live.pop(name, None)
+    return peak
+
+
+def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
+    """Yields copies of activations that come too early, too late, or not back."""
+    by_name = {action.name: action for action in actions}
+
+    def awaited(action: Action) -> set[str]:
+        """The names that it waits for, and those that these wait for."""
+        waited = [by_name[name] for name in action.waits if name in by_name]
+        return {*action.waits, *(name for each in waited for name in each.waits)}
+
+    def present(action: Action, kinds: Sequence[str]) -> list[Action]:
+        names = (replace(action, kind=kind).name for kind in kinds)
+        return [by_name[name] for name in names if name in by_name]
+
+    for action in (action for action in actions if action.kind in ACTIVATION_COPIES):
+        offload, fetch = (replace(action, kind=kind) for kind in ACTIVATION_COPIES)
+        needed = present(action, FORWARDS)
+        if action.kind == OFFLOAD and fetch.name not in by_name:
+            yield f"{action.name} leaves activations on the host, and no {FETCH} copies them back"
+        elif action.kind == FETCH:
+            needed = [offload]
+            reader = next(iter(present(action, ("RECOMPUTE", *BACKWARDS))), None)
+            if reader is not None and fetch.name not in awaited(reader):
+                yield f"{reader.name} does not wait for {fetch.name}"
+        missing = (each.name for each in needed if each.name not in awaited(action))
+        yield from (f"{action.name} does not wait for {name}" for name in missing)
