@@ -31,6 +31,7 @@ from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -211,7 +212,7 @@ def _context_parallel() -> Iterator[tuple[str, Layout]]:
 
 def _memory() -> Iterator[tuple[str, Layout]]:
     yield "checkpointing", Layout(Mesh(), (ActivationCheckpointing(),))
-    yield "checkpointing, keep", Layout(Mesh(), (ActivationCheckpointing(keep_mb=0.1),))
+    yield "memory budget", Layout(Mesh(), (MemoryBudget(),))
     yield "chunked loss", Layout(Mesh(), (ChunkedLoss(3),))
     yield "gist", Layout(Mesh(), (Gist(backward_dtype="bfloat16"),))
     yield "tiled mlp", Layout(Mesh(), (TiledMLP(2), ChunkedLoss(2)))

@@ -29,6 +29,7 @@ SHARED = (
     "context/ring_attention",
     "context/context_parallel_strategy",
     "memory/block_patterns",
+    "memory/budgeted_chain",
     "memory/gist_encodings",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",

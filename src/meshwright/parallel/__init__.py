@@ -25,6 +25,7 @@ from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
@@ -69,6 +70,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Pipeline,
         PipeDream,
         ActivationCheckpointing,
+        MemoryBudget,
         ChunkedLoss,
         Gist,
         TiledMLP,

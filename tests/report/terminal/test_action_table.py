@@ -24,6 +24,7 @@ from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParall
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
@@ -255,6 +256,7 @@ def all_programs() -> list[Plan]:
         make_plan(test_load_balancing_loss.analyzed(), sgd_job(), Mesh(ep=3)),
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
+        make_plan(analyzed_model(), tiny_job(), Mesh(), (MemoryBudget(),)),
     ]
 
 

@@ -22,7 +22,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
+from meshwright.plan.step.single_device_program import CHECKPOINTED_KINDS
 
 
 def needs_graph_cuts(plan: RankPlan) -> bool:
@@ -34,7 +34,7 @@ def needs_graph_cuts(plan: RankPlan) -> bool:
     kinds = {action.kind for action in actions}
     if (
         plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1
-        or CHECKPOINTED_FORWARD in kinds
+        or not kinds.isdisjoint(CHECKPOINTED_KINDS)
         or "B" not in kinds
         or any(action.inner_transfers for action in actions)
     ):

@@ -48,15 +48,17 @@ def model_spec_for(
     """Returns the model spec with the parts that this plan needs: they take further trials, so they are not
     in `analyzed`.
 
-    Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the
-    memory model the activations in the job's dtypes, on the device `hardware` if it is known, else on that of
-    this host. In float64, which is for comparisons only, an estimate stands for the last.
+    Pipeline stages and recomputed segments need the activations between blocks, context parallelism the roles
+    of tokens, and the memory model the activations in the job's dtypes, on the device `hardware` if it is
+    known, else on that of this host. In float64, which is for comparisons only, an estimate stands for the
+    last.
     """
     dtype, compute_dtype = (
         getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
     )
     model_spec = analyzed.model_spec
-    if mesh.pp > 1:
+    strategies = tuple(strategies)
+    if mesh.pp > 1 or any(strategy.needs_stage_boundaries for strategy in strategies):
         model_spec = add_stage_boundaries(
             analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
         ).model_spec

@@ -5,4 +5,6 @@ Modules:
     memory_names         names of the memory that actions allocate and free
     block_call_memory    bytes of activations per block call on one rank
     model_states         bytes of weights, masters and optimizer states per parameter group on one rank
+    activation_budget    what keeps or recomputes activations of a chain of block calls, for some bytes
+    recomputed_segments  block calls in a row that run again from the input of the first
 """
