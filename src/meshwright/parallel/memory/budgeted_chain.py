@@ -50,6 +50,7 @@ from meshwright.plan.step.single_device_program import (
 OPS_PER_BYTE = 20  # operations in the time of a byte read or written, where no seconds are given
 GIST_PASSES = 4  # over each encoded tensor
 GIST = "gist"
+MAX_TRIED = 64  # choices that are tried on a program
 ACTIVATION_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")  # and what is received
 EVEN_FIX = "use a mesh on which each rank has as many, or activation_checkpointing"
 
@@ -65,6 +66,19 @@ class BudgetedChain:
     actions: tuple[Action, ...]
     view: RankView
     job: Job
+
+    def with_peaks(self, choices: Sequence[ActivationChoice]) -> list[tuple[int, ActivationChoice]]:
+        """Returns `choices`, in order of bytes, each with its peak.
+
+        One microbatch after the other has the peak that the choice states. For others so many of the choices
+        are tried that it takes no more than a second.
+        """
+        kinds = {action.kind for action in self.actions}
+        if "I" not in kinds and all(block.in_flight == 1 for block in self.blocks):
+            more = self.peak_nbytes(choices[-1]) - choices[-1].peak_nbytes  # received values
+            return [(choice.peak_nbytes + more, choice) for choice in choices]
+        tried = choices[:: -(-len(choices) // MAX_TRIED)]
+        return [(self.peak_nbytes(choice), choice) for choice in tried]
 
     def peak_nbytes(self, choice: ActivationChoice | None) -> int:
         """Returns the most bytes of activations at any time with `choice`; None: everything is kept."""

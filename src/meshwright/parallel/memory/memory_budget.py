@@ -27,17 +27,19 @@ may run again. `forward_ms` are measured milliseconds of the forward of each blo
 order; without them a block takes the time of its operations, where a byte read or written counts as 20. If
 everything fits, the plan is the one without it.
 
-Cost: less than a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
+Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call
-runs at most three times. All microbatches choose alike. Bytes are those measured in a trial; where the data
-decides (experts, gist) the expected ones. Experts that lie unevenly on ranks are refused. In a pipeline the
-outputs of a stage stay until its forward ends.
+runs at most three times. All microbatches choose alike. With halves of backwards (I, W) what runs again stays
+until W. Bytes are those measured in a trial; where the data
+decides (experts, gist) the expected ones; if ranks have unequal slices, without buffers of collectives inside
+blocks. Experts that lie unevenly on ranks are refused. In a pipeline the outputs of a stage stay until its
+forward ends.
 Paper: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory", arXiv 1911.13214; Jain et al. 2020, "Checkmate: Breaking the Memory
 Wall with Optimal Tensor Rematerialization", arXiv 1910.02653.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from typing import ClassVar
@@ -51,7 +53,7 @@ from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.memory.activation_budget import ActivationBudget, ActivationChoice
+from meshwright.plan.step.memory.activation_budget import ActivationBudget
 from meshwright.plan.step.memory.recomputed_segments import check_nothing_recomputed
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -117,35 +119,24 @@ class MemoryBudget(Strategy):
         chain = budgeted_chain(
             actions, view, job, self.forward_ms, self._may_rerun, use_gist="gist" in self.choices
         )
-        limit = self.budget_mb * MIB
-        if chain.peak_nbytes(None) <= limit:
+        limit, kept_nbytes = self.budget_mb * MIB, chain.peak_nbytes(None)
+        if kept_nbytes <= limit:
             return actions
         budget = ActivationBudget(chain.blocks, chain.loss_nbytes, use_segments="segment" in self.choices)
-        found = budget.choices()
-        chosen = found[0]
-        if limit:  # the program has the last word: it knows in which order microbatches run
-            fitting = _last_that(lambda choice: chain.peak_nbytes(choice) <= limit, found)
-            if fitting is None:
-                raise _too_small(self.budget_mb, chain.peak_nbytes(found[0]), view)
-            chosen = fitting
+        # the program has the last word: it knows in which order microbatches run
+        found = chain.with_peaks(budget.choices())
+        least, chosen = min(found, key=lambda each: each[0])
+        if limit:
+            fitting = [choice for nbytes, choice in found if nbytes <= limit]
+            if not fitting:
+                raise _too_small(self.budget_mb, min(least, kept_nbytes), view)
+            chosen = fitting[-1]
+        elif least >= kept_nbytes:
+            return actions
         return apply_choice(actions, chosen, view, job)
 
     def _may_rerun(self, block_call: str) -> bool:
         return "recompute" in self.choices and (not self.blocks or matches_any(block_call, self.blocks))
-
-
-def _last_that(
-    fits: Callable[[ActivationChoice], bool], choices: Sequence[ActivationChoice]
-) -> ActivationChoice | None:
-    """Returns the last of `choices`, in order of bytes, that fits: those before it fit as well."""
-    low, high = 0, len(choices)  # choices before `low` fit, those from `high` on do not
-    while low < high:
-        middle = (low + high) // 2
-        if fits(choices[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return choices[low - 1] if low else None
 
 
 def _too_small(budget_mb: float, least: int, view: RankView) -> PlanError:

@@ -30,7 +30,7 @@ answer for every budget, and its first pair has the least bytes with which anyth
 
 Fronts are exact up to a number of points. Longer ones keep, in equal ranges of bytes, the fastest pair each.
 Bytes are never rounded: what is chosen fits. For n block calls, segments of up to m and fronts of k points it
-takes O(n m k) steps; k is such that 200 block calls take less than a second.
+takes O(n m k) steps; k is such that 200 block calls take about a second.
 
 Paper: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory", arXiv 1911.13214 (here a block call runs at most three times, and more ways
@@ -40,12 +40,14 @@ than two hold activations); Jain et al. 2020, "Checkmate", arXiv 1910.02653.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, isqrt
-from typing import NamedTuple, TypeVar
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from meshwright.plan.step.memory.recomputed_segments import RecomputedSegment
 
 KEEP, RECOMPUTE = "keep", "recompute"
-MAX_STEPS = 600_000  # of the dynamic program, which decides how many points a front may have
+Way = tuple[Any, ...]  # bytes, seconds, and the other fields of a point or a rerun
+MAX_STEPS = 400_000  # of the dynamic program, which decides how many points a front may have
 MIN_POINTS = 64
 SHORT_CHAIN = 12  # block calls, in which any segment is tried
 ROUNDING = 1e-12  # sums of seconds in another order are equal
@@ -121,9 +123,6 @@ class _Point(NamedTuple):
     behind: "_Point | None" = None
 
 
-Way = TypeVar("Way", _Point, _Rerun)
-
-
 class ActivationBudget:
     """The front of a chain of block calls, whose loss takes `loss_nbytes`; without `use_segments`, every
     block call keeps its input.
@@ -139,11 +138,11 @@ class ActivationBudget:
         fronts: list[list[_Point]] = [[] for _ in range(count)] + [[_Point(loss_nbytes, 0.0)]]
         reruns = [list(self._rerun_fronts(last)) for last in range(count)]  # by last, then by length - 2
         for first in reversed(range(count)):
-            points = list(self._alone(first, fronts[first + 1]))
+            points: list[Way] = list(self._alone(first, fronts[first + 1]))
             for last in range(first + 1, min(count, first + self._max_length)):
                 if last - first - 1 < len(reruns[last]):
                     points += self._segment(first, last, reruns[last][last - first - 1], fronts[last + 1])
-            fronts[first] = _front(points, self._max_points)
+            fronts[first] = [_Point(*point) for point in _front(points, self._max_points)]
         self._front = fronts[0]
 
     def choices(self) -> list[ActivationChoice]:
@@ -159,8 +158,8 @@ class ActivationBudget:
         """Returns the choice with the least bytes."""
         return self._choice(self._front[0])
 
-    def _alone(self, number: int, ahead: Sequence[_Point]) -> Iterator[_Point]:
-        """Yields the ways in which block call `number` is no part of a longer segment."""
+    def _alone(self, number: int, ahead: Sequence[_Point]) -> Iterator[Way]:
+        """Yields points, as tuples, in which block call `number` is no part of a longer segment."""
         block = self._blocks[number]
         for option in _options(block):
             held = block.output_nbytes + option.held_nbytes
@@ -168,8 +167,7 @@ class ActivationBudget:
             own = block.output_nbytes + option.backward_nbytes + scratch
             for point in ahead:
                 nbytes = _with_waiting(block, point.nbytes, held, own)
-                seconds = point.seconds + option.seconds
-                yield _Point(nbytes, seconds, option.name, None, number, point)
+                yield nbytes, point.seconds + option.seconds, option.name, None, number, point
 
     def _rerun_fronts(self, last: int) -> Iterator[list[_Rerun]]:
         """Yields the front of the reruns of each segment that ends with block call `last`, of 2, 3, ... block
@@ -200,28 +198,27 @@ class ActivationBudget:
 
     def _segment(
         self, first: int, last: int, reruns: Sequence[_Rerun], ahead: Sequence[_Point]
-    ) -> Iterator[_Point]:
-        """Yields the ways in which block calls `first` to `last` are a segment."""
+    ) -> Iterator[Way]:
+        """Yields points, as tuples, in which block calls `first` to `last` are a segment."""
         end, seconds = self._blocks[last], sum(block.forward_s for block in self._blocks[first : last + 1])
         held = end.output_nbytes
         if max(block.in_flight for block in self._blocks[first : last + 1]) > 1:
             for point in ahead:
                 for rerun in reruns:
                     nbytes = _with_waiting(end, point.nbytes, held, rerun.nbytes)
-                    yield _Point(nbytes, seconds + point.seconds + rerun.seconds, "", rerun, last, point)
+                    yield nbytes, seconds + point.seconds + rerun.seconds, "", rerun, last, point
             return
         at = 0  # of the reruns, the fastest within the bytes
         for number, point in enumerate(ahead):
             nbytes = max(point.nbytes + held, reruns[0].nbytes)
             while at + 1 < len(reruns) and reruns[at + 1].nbytes <= nbytes:
                 at += 1
-            yield _Point(nbytes, seconds + point.seconds + reruns[at].seconds, "", reruns[at], last, point)
+            yield nbytes, seconds + point.seconds + reruns[at].seconds, "", reruns[at], last, point
             until = ahead[number + 1].nbytes + held if number + 1 < len(ahead) else inf
             for rerun in reruns[at + 1 :]:
                 if rerun.nbytes >= until:
                     break
-                total = seconds + point.seconds + rerun.seconds
-                yield _Point(rerun.nbytes, total, "", rerun, last, point)
+                yield rerun.nbytes, seconds + point.seconds + rerun.seconds, "", rerun, last, point
 
     def _choice(self, point: _Point) -> ActivationChoice:
         peak, seconds, number, options = point.nbytes, point.seconds, 0, dict[str, str]()
@@ -263,16 +260,16 @@ def _with_waiting(block: ChainBlock, ahead: int, held: int, own: int) -> int:
 
 
 def _front(ways: Iterable[Way], max_points: int) -> list[Way]:
-    """Returns the ways of which none has fewer bytes and fewer seconds than another, by bytes; of more than
+    """Returns the `ways`, tuples that begin with bytes and seconds, of which none has fewer bytes and fewer seconds than another, by bytes; of more than
     `max_points`, the one with the least bytes, and the fastest in each of as many ranges of bytes.
     """
     found, best = list[Way](), inf
-    for way in sorted(ways, key=lambda each: (each.nbytes, each.seconds)):
-        if way.seconds < best - ROUNDING * abs(way.seconds):
+    for way in sorted(ways, key=itemgetter(0, 1)):
+        if way[1] < best:
             found.append(way)
-            best = way.seconds
+            best = way[1] * (1 - ROUNDING)
     if len(found) <= max_points:
         return found
-    low, width = found[0].nbytes, (found[-1].nbytes - found[0].nbytes) / max_points
-    fastest = {int((way.nbytes - low) / width): way for way in found}
+    low, width = found[0][0], (found[-1][0] - found[0][0]) / max_points
+    fastest = {int((way[0] - low) / width): way for way in found}
     return [*([found[0]] if fastest[0] is not found[0] else []), *fastest.values()]
