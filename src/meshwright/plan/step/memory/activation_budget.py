@@ -185,15 +185,14 @@ class ActivationBudget:
             output, saved = block.output_nbytes, block.saved_nbytes
             own = output + saved + block.scratch_nbytes
             again = output + saved + max(block.scratch_nbytes, output, 2 * end.output_nbytes)
-            ways = [
-                _Rerun(max(each.nbytes + output + saved, own), each.seconds, True, each) for each in front
-            ]
-            ways += [
-                _Rerun(max(each.nbytes + output, again), each.seconds + block.forward_s, False, each)
-                for each in front
-                if saved
-            ]
-            front = _front(ways, self._max_points)
+            held = output + saved
+            ways = [(max(each.nbytes + held, own), each.seconds, True, each) for each in front]
+            if saved:
+                ways += [
+                    (max(each.nbytes + output, again), each.seconds + block.forward_s, False, each)
+                    for each in front
+                ]
+            front = [_Rerun(*way) for way in _front(ways, self._max_points)]
             yield front
 
     def _segment(
@@ -260,8 +259,10 @@ def _with_waiting(block: ChainBlock, ahead: int, held: int, own: int) -> int:
 
 
 def _front(ways: Iterable[Way], max_points: int) -> list[Way]:
-    """Returns the `ways`, tuples that begin with bytes and seconds, of which none has fewer bytes and fewer seconds than another, by bytes; of more than
-    `max_points`, the one with the least bytes, and the fastest in each of as many ranges of bytes.
+    """Returns the `ways` of which none has fewer bytes and fewer seconds than another, by bytes.
+
+    Of more than `max_points`, it returns the one with the least bytes, and the fastest in each of as many
+    ranges of bytes.
     """
     found, best = list[Way](), inf
     for way in sorted(ways, key=itemgetter(0, 1)):

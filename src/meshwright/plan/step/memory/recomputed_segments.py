@@ -40,8 +40,8 @@ CallKey = tuple[str, int | None]  # a block call, and the microbatch
 class RecomputedSegment:
     """Block calls in a row that are run again from the input of the first one.
 
-    Of those in `saved_in_rerun`, never the last, the first rerun saves what the backward needs; the others run
-    a third time.
+    Of those in `saved_in_rerun`, never the last, the first rerun saves what the backward needs; the others
+    run a third time.
     """
 
     block_calls: tuple[str, ...]
