@@ -32,6 +32,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
@@ -213,7 +214,7 @@ def _context_parallel() -> Iterator[tuple[str, Layout]]:
 
 def _memory() -> Iterator[tuple[str, Layout]]:
     yield "checkpointing", Layout(Mesh(), (ActivationCheckpointing(),))
-    yield "checkpointing, keep", Layout(Mesh(), (ActivationCheckpointing(keep_mb=0.1),))
+    yield "memory budget", Layout(Mesh(), (MemoryBudget(),))
     yield "chunked loss", Layout(Mesh(), (ChunkedLoss(3),))
     yield "activation offload", Layout(Mesh(), (ActivationOffload(),))
     inputs = (ActivationCheckpointing(), ActivationOffload(prefetch=0))

@@ -6,4 +6,6 @@ planted_offload_faults   faults that the comparison or the static checks must fi
 offload_bytes            copies and memory of both tiers, against the formulas
 offload_vs_peers         step time against DeepSpeed and FSDP2
 bounded_host             optimizer states on disk, within the memory that the plan says
+memory_budget            choices for a number of bytes, beside trying everything, greedy, and torch
+random_chains            random chains of block calls, and every choice for them
 """

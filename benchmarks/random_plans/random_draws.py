@@ -45,6 +45,7 @@ from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
@@ -134,6 +135,7 @@ TECHNIQUES: Mapping[str, str] = (
                     "gist",
                 )
             },
+            "memory_budget": "activation_checkpointing",
         }
     )
 )
@@ -344,7 +346,9 @@ def _strategies(
         found += [VocabParallel()] if tensor_parallel != "tensor_parallel 3d" and rng.random() < 0.4 else []
     found += _data_parallel(rng, tensor_parallel, sizes)
     if rng.random() < 0.35:
-        found.append(ActivationCheckpointing(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
+        found.append(
+            rng.choice((ActivationCheckpointing(), ActivationCheckpointing(), *2 * (MemoryBudget(),)))
+        )
     if tensor_parallel in ("", "tensor_parallel 1d") and model.vocab_parallel and rng.random() < 0.3:
         found += _chunking(rng, model, tensor_parallel)
     if any(isinstance(strategy, DataParallelMaster) for strategy in found):

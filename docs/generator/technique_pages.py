@@ -29,6 +29,7 @@ SHARED = (
     "context/ring_attention",
     "context/context_parallel_strategy",
     "memory/block_patterns",
+    "memory/budgeted_chain",
     "memory/gist_encodings",
     "memory/offload_actions",
     "memory/kept_tensor_copies",

@@ -47,6 +47,7 @@ _MODULES = {
     "meshwright.parallel.memory.offload": ("Offload",),
     "meshwright.parallel.memory.gist": ("Gist",),
     "meshwright.parallel.memory.partitioned_activations": ("PartitionedActivations",),
+    "meshwright.parallel.memory.memory_budget": ("MemoryBudget",),
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
     "meshwright.parallel.pipeline.pipeline_strategy": ("Pipeline",),

@@ -27,6 +27,7 @@ from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -74,6 +75,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         ActivationCheckpointing,
         ActivationOffload,
         PartitionedActivations,
+        MemoryBudget,
         ChunkedLoss,
         Gist,
         TiledMLP,

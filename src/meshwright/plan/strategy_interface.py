@@ -76,7 +76,7 @@ class Strategy(ABC):
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
     needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
-    needs_block_values: ClassVar[bool] = False  # whether it reads ModelSpec.stage_boundaries without stages
+    needs_stage_boundaries: ClassVar[bool] = False  # whether it reads ModelSpec.stage_boundaries
 
     def __post_init__(self) -> None:
         raise_diagnostics(field_diagnostics(self, f"strategies.{self.name}"))

@@ -18,7 +18,7 @@ from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action, RuntimeSize, Transfer
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 
 
 class Message(NamedTuple):
@@ -117,7 +117,7 @@ def _resize(action: Action, others: Mapping[str, Action]) -> Action:
     A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as
     much.
     """
-    for kind in (action.kind, *(FORWARD_KINDS if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else ())):
+    for kind in (action.kind, *(FORWARD_KINDS if action.kind in (*FORWARD_KINDS, *RECOMPUTE_KINDS) else ())):
         name = replace(action, kind=kind).name
         if name in others:
             return replace(others[name], kind=action.kind)

@@ -16,12 +16,12 @@ from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
 from meshwright.plan.step.memory.activation_copies import copy_conflicts
+from meshwright.plan.step.memory.recomputed_segments import recomputation_conflicts
 from meshwright.plan.step.memory.tier_copies import tier_copy_conflicts
 from meshwright.plan.step.program import Action, Program, Role, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
     BATCH_SUM,
-    CHECKPOINTED_FORWARD,
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
     PARAM_USE_KINDS,
@@ -102,14 +102,7 @@ def _check_order(program: Program, role: Role) -> Iterator[str]:
         if action.kind in FORWARD_KINDS and not any(f"{kind}{where}" in at for kind in INPUT_GRAD_KINDS):
             yield f"{action.name} has no backward"
         yield from _check_split_backward(action, at, where)
-        last_backward = max(at.get(f"{kind}{where}", -1) for kind in INPUT_GRAD_KINDS)
-        if (
-            action.kind == CHECKPOINTED_FORWARD
-            and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < last_backward
-        ):
-            yield (f"{action.name} is checkpointed, and no RECOMPUTE is between it and its backward")
-        if action.kind == "RECOMPUTE" and f"{CHECKPOINTED_FORWARD}{where}" not in at:
-            yield (f"{action.name} recomputes a forward that is not checkpointed, or that does not exist")
+    yield from recomputation_conflicts(actions)
 
 
 def _check_split_backward(action: Action, at: Mapping[str, int], where: str) -> Iterator[str]:

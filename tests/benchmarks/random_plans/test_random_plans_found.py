@@ -10,8 +10,8 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -121,7 +121,7 @@ def test_mlps_that_view_their_input_run_in_tiles_of_several_samples():
 
 
 def test_an_incomplete_last_batch_sends_as_much_although_its_own_plan_would_keep_more():
-    strategies = RingAttention(), DDP("cp"), ActivationCheckpointing(keep_mb=0.01)
+    strategies = RingAttention(), DDP("cp"), MemoryBudget(budget_mb=0.02)
     row = try_plan(
         replace(drawn("llama", Mesh(cp=2), *strategies), micro_batch=2, num_missing_samples=1), 50.0
     )

@@ -12,6 +12,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.data_config import DataConfig
@@ -220,13 +221,12 @@ def test_the_sequence_analysis_runs_when_a_strategy_needs_it():
 
 
 def test_ranks_with_different_numbers_of_tokens_recompute_the_same_blocks():
-    budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
     plan = planned(
         analyzed_llama(num_hidden_layers=4),
         Mesh(cp=2),
         RingAttention(),
         REPLICAS,
-        ActivationCheckpointing(keep_mb=budget),
+        MemoryBudget(),
         micro_batch=1,
     )
     again = [

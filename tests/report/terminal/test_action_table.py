@@ -26,6 +26,7 @@ from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
@@ -262,6 +263,7 @@ def all_programs() -> list[Plan]:
         make_plan(test_load_balancing_loss.analyzed(), sgd_job(), Mesh(ep=3)),
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
+        make_plan(analyzed_model(), tiny_job(), Mesh(), (MemoryBudget(),)),
     ]
 
 

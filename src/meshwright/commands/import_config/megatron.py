@@ -309,7 +309,7 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
             config.refuse(
                 "recompute-modules",
                 "parts of a block are not recomputed alone",
-                "add activation_checkpointing with keep_mb, or declare the parts as blocks",
+                "add memory_budget with its budget_mb, or declare the parts as blocks",
             )
         return None
     if granularity != "full" and not config.get("checkpoint-activations", False):
@@ -318,7 +318,7 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
     if config.get("recompute-method", "uniform") == "block" or layers != 1:
         text = "written is that every block is recomputed by itself"
         config.refuse(
-            "recompute-num-layers", text, "accept it, or set blocks or keep_mb of activation_checkpointing"
+            "recompute-num-layers", text, "accept it, set its `blocks`, or take memory_budget in its place"
         )
     return {}
 

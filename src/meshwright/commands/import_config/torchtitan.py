@@ -188,7 +188,9 @@ RULES: dict[str, Rule] = {
     **dropped("the second forward draws the same numbers", f"{A}preserve_rng_state", f"{A}determinism_check"),
     **dropped("only with selective checkpointing by operation", f"{A}early_stop", f"{A}debug"),
     **refused(
-        "a memory budget needs torch.compile", "set keep_mb of activation_checkpointing", f"{A}memory_budget"
+        "a share of the activations is not known before a trial",
+        "add memory_budget, with its budget_mb in MiB",
+        f"{A}memory_budget",
     ),
     **refused("replicas do not come and go", "leave it out", "fault_tolerance.enable"),
     **dropped(
@@ -355,7 +357,7 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
     if mode != "none":
         where = f"{A}selective_ac_option" if config.is_given(f"{A}selective_ac_option") else f"{A}mode"
         text = f"selective checkpointing by '{option}' is not there; written is none"
-        config.refuse(where, text, 'add [[strategies]] name = "activation_checkpointing", with keep_mb')
+        config.refuse(where, text, 'add [[strategies]] name = "memory_budget", with budget_mb')
     return None
 
 

@@ -1,7 +1,7 @@
 """The model's forward and backward on one rank: in a step, in an evaluation, and outside of both.
 
 microbatch_forward          the forward of one microbatch, or of one of its stages
-backward_handlers           B, its halves I and W, and RECOMPUTE: the backward of one block call
+backward_handlers           B, its halves I and W, and reruns: the backward of one block call
 block_redistributions       collectives inside a block, once per tensor
 stage_send_recv             sends and receives between pipeline stages
 context_parallel_forward    forwards on this rank's tokens of each sample (context parallelism)

@@ -1,8 +1,10 @@
-"""Handlers of B, of its halves I and W, and of RECOMPUTE: the backward of one block call for one microbatch.
+"""Handlers of B, of its halves I and W, and of reruns: the backward of one block call for one microbatch.
 
     B           later glue, received gradients --> the block call --> its glue, gradients to send
     I           the same, without the gradients of weights           W    those, from what I has left
     RECOMPUTE   the forward of a checkpointed block call, run again before its backward
+    RECOMPUTE_OUTPUT
+                the same, only for its output: the block call after it has dropped its input
 
 A block call that the forward did not reach has no backward; the values of its stage are sent all the same. A
 recomputed forward has the results of the first one, to the bit, and writes what the first one wrote only once
@@ -21,7 +23,7 @@ from meshwright.plan.strategy_interface import Handler
 
 
 class BackwardHandlers:
-    """Handlers of B, I, W and RECOMPUTE over one rank's state."""
+    """Handlers of B, I, W and reruns over one rank's state."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
@@ -30,6 +32,7 @@ class BackwardHandlers:
             "I": self.input_backward,
             "W": self.weight_backward,
             "RECOMPUTE": self.recompute,
+            "RECOMPUTE_OUTPUT": self.recompute_output,
         }
         self._checked_calls: set[str] = set()
         self._block_calls_by_param = {
@@ -58,17 +61,9 @@ class BackwardHandlers:
 
     def recompute(self, action: Action) -> None:
         """Runs a checkpointed block call again; does nothing for others and those that did not run."""
-        state, microbatch = self._state, action.microbatch or 0
-        state.collectives.begin_block(action.name)
-        call = state.step.forward_passes[microbatch].block_calls.get(action.subject)
-        if call is None or call.checkpoint is None:
-            return
-        with (
-            state.step_rng.recompute_context(microbatch, call.name),
-            state.sequence_runner.recompute_context(state.step.microbatches[microbatch], call.name),
-        ):
-            state.driver.recompute(call)
-        if call.name not in self._checked_calls:
+        state = self._state
+        call = self._run_again(action, state.driver.recompute)
+        if call is not None and call.name not in self._checked_calls:
             self._checked_calls.add(call.name)
             single_pass = ForwardPass(
                 lambda name: None, block_calls={call.name: BlockCall(call.name, call.outputs)}
@@ -76,6 +71,24 @@ class BackwardHandlers:
             split_graph(single_pass, BlockCall("")).check_param_users(
                 state.trained_module.trainable_parameters, self._block_calls_by_param
             )
+
+    def recompute_output(self, action: Action) -> None:
+        """Runs a checkpointed block call again for its output, if that was dropped."""
+        self._run_again(action, self._state.driver.recompute_outputs)
+
+    def _run_again(self, action: Action, run: Callable[[BlockCall], None]) -> BlockCall | None:
+        """Returns the checkpointed block call of `action`, after `run` of it; None if there is none."""
+        state, microbatch = self._state, action.microbatch or 0
+        state.collectives.begin_block(action.name)
+        call = state.step.forward_passes[microbatch].block_calls.get(action.subject)
+        if call is None or call.checkpoint is None:
+            return None
+        with (
+            state.step_rng.recompute_context(microbatch, call.name),
+            state.sequence_runner.recompute_context(state.step.microbatches[microbatch], call.name),
+        ):
+            run(call)
+        return call
 
 
 def run_backward(state: RankState, action: Action, run: Callable[[BlockCall], None]) -> None:

@@ -23,7 +23,7 @@ from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
+from meshwright.plan.step.single_device_program import CHECKPOINTED_KINDS
 
 
 def needs_graph_cuts(plan: RankPlan) -> bool:
@@ -35,7 +35,7 @@ def needs_graph_cuts(plan: RankPlan) -> bool:
     kinds = {action.kind for action in actions}
     if (
         plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1
-        or not kinds.isdisjoint((CHECKPOINTED_FORWARD, *ACTIVATION_COPIES))
+        or not kinds.isdisjoint((*CHECKPOINTED_KINDS, *ACTIVATION_COPIES))
         or "B" not in kinds
         or any(action.inner_transfers for action in actions)
     ):

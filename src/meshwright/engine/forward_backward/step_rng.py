@@ -53,10 +53,10 @@ class StepRNG:
             return before_block
         enter = self._rng.enter_block
 
-        def enter_tracked(block_call: str) -> bool | None:
-            is_checkpointed = before_block(block_call)
+        def enter_tracked(block_call: str) -> bool | str | None:
+            checkpointing = before_block(block_call)
             enter(block_call)
-            return is_checkpointed
+            return checkpointing
 
         return enter_tracked
 

@@ -3,10 +3,11 @@
     compute   TOKEN_COUNT  F0 F1 F2  LOSS  B2 PACK B1 PACK B0 PACK  LOSS_SUM  CLIP STEP
     comm      TOKEN_COUNT ......              REDUCE  REDUCE  REDUCE  LOSS_SUM
 
-Forwards (F, F_CHECKPOINTED) differ in one way: the model's own forward, written by its user, decides when a
-block runs. The executor calls the model at a microbatch's first F; each block, before it runs, executes the
-list up to its own F. All other actions have a handler by kind; strategies bring handlers for the kinds that
-they introduce, from the parts of a rank that they receive (`plan.strategy_interface.Runtime`).
+Forwards (F, F_CHECKPOINTED, F_INPUT_DROPPED) differ in one way: the model's own forward, written by its
+user, decides when a block runs. The executor calls the model at a microbatch's first F; each block, before it
+runs, executes the list up to its own F. All other actions have a handler by kind; strategies bring handlers
+for the kinds that they introduce, from the parts of a rank that they receive
+(`plan.strategy_interface.Runtime`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,7 +81,11 @@ from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
+from meshwright.plan.step.single_device_program import (
+    CHECKPOINTED_FORWARD,
+    FORWARD_KINDS,
+    INPUT_DROPPED_FORWARD,
+)
 from meshwright.plan.strategy_interface import Handler, Runtime
 from meshwright.plan.strategy_state import owner_names
 
@@ -153,6 +158,8 @@ class StepExecutor:
         self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
+        calls = plan.view.model_spec.block_calls
+        self._calls_before = dict(zip(calls[1:], calls[:-1], strict=True))
         first_calls = plan.view.model_spec.block_calls[:1]
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
@@ -364,10 +371,10 @@ class StepExecutor:
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.
 
-        The hook returns whether the forward is checkpointed.
+        The hook returns whether the forward is checkpointed; if its input is dropped, the block call before.
         """
 
-        def before_block(block_call: str) -> bool:
+        def before_block(block_call: str) -> bool | str:
             target = self._forward_positions.get((block_call, microbatch))
             if target is None or target < self._cursor:
                 planned = " ".join(self.state.plan.view.model_spec.block_calls)
@@ -380,6 +387,8 @@ class StepExecutor:
                 raise PlanError(text, fix=fix, location="model")
             self._execute_until(target + 1)
             self.state.collectives.begin_block(self._entries[target][0].name)
+            if self._entries[target][0].kind == INPUT_DROPPED_FORWARD:
+                return self._calls_before[block_call]
             return self._entries[target][0].kind == CHECKPOINTED_FORWARD
 
         return before_block

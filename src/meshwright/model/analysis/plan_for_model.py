@@ -7,7 +7,7 @@ the names may be left out and are filled in here. Settings that are applied when
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -49,21 +49,19 @@ def model_spec_for(
     """Returns the model spec with the parts that this plan needs: they take further trials, so they are not
     in `analyzed`.
 
-    Pipeline stages, and strategies that move them, need the activations between blocks, context parallelism
-    the roles of tokens, and the memory model the activations in the job's dtypes, on the device `hardware` if
-    it is known, else on that of this host. In float64, which is for comparisons only, an estimate stands for
-    the last.
+    Pipeline stages, and strategies that move or drop them, need the activations between blocks, context
+    parallelism the roles of tokens, and the memory model the activations in the job's dtypes, on the device
+    `hardware` if it is known, else on that of this host. In float64, which is for comparisons only, an
+    estimate stands for the last.
     """
     dtype, compute_dtype = (
         getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
     )
     model_spec = analyzed.model_spec
-    if mesh.pp > 1:
-        model_spec = add_stage_boundaries(
-            analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
-        ).model_spec
-    elif any(strategy.needs_block_values for strategy in strategies):
-        with suppress(PlanError):  # then the strategy says what it lacks
+    strategies = tuple(strategies)
+    if mesh.pp > 1 or any(strategy.needs_stage_boundaries for strategy in strategies):
+        # without stages, the strategy says what it lacks
+        with suppress(PlanError) if mesh.pp == 1 else nullcontext():
             model_spec = add_stage_boundaries(
                 analyzed, dtype, compute_dtype, sequence_sharded=mesh.cp > 1
             ).model_spec

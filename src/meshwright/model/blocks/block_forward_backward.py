@@ -18,7 +18,8 @@ nothing special. Glue keeps its buffers (`retain_graph`), since two glue tensors
 graph.
 
 A block call for which `before_block` returns True is checkpointed: it keeps its inputs, and `recompute` runs
-it again before its backward (model/blocks/checkpointing.py).
+it again before its backward (model/blocks/checkpointing.py). If it returns the name of the block call before,
+what that one has returned is not kept either: `recompute_outputs` makes it anew.
 
 Cost: cutting the graph takes about 30 us per block call; only thin blocks show it.
 """
@@ -44,7 +45,8 @@ from meshwright.plan.model_spec.model_spec import block_call_name
 # an edge, not the tensor: glue may write into the tensor later, which must not change the leaf's meaning.
 GraphCut = tuple[GradientEdge, torch.Tensor]
 OutputLeaf = tuple[torch.Tensor, torch.Tensor]
-BeforeBlock = Callable[[str], bool | None]  # called with the block call; True: checkpoint it
+# called with the block call; True: checkpoint it, and the name of the block call before: without its outputs
+BeforeBlock = Callable[[str], bool | str | None]
 BlockInterceptor = Callable[
     [str, Callable[..., Any], Any, Any], Any
 ]  # (block, its run, args, kwargs) -> its outputs
@@ -171,7 +173,7 @@ class ForwardDriver:
     ) -> tuple[Any, BlockCall, ForwardPass]:
         """Runs `run_model`, with `before_block(block_call)` before each block and `after_block()` after it.
 
-        A block call for which `before_block` returns True is checkpointed.
+        What `before_block` returns decides whether the block call is checkpointed.
 
         Returns the model's outputs as leaves, the final call that holds the glue behind the last block, and
         the pass.
@@ -201,12 +203,13 @@ class ForwardDriver:
             return forward(*args, **kwargs)
         count = forward_pass.num_calls[name] = forward_pass.num_calls.get(name, 0) + 1
         block_call = BlockCall(block_call_name(name, count))
-        is_checkpointed = forward_pass.before_block(block_call.name)
+        checkpointing = forward_pass.before_block(block_call.name)
         if not self.cut_graph:
             return self._run_block(forward_pass, forward, args, kwargs)
         input_leaves = self._cut_inputs(forward_pass, (args, kwargs), block_call)
-        if is_checkpointed:
+        if checkpointing:
             block_call.checkpoint = self._checkpoint(block_call, name, forward, (args, kwargs), input_leaves)
+            self._drop_inputs(block_call.checkpoint, forward_pass, checkpointing)
         if input_leaves:
             args, kwargs = replace_tensors((args, kwargs), self._writable_leaves(input_leaves))
         marks = capture_marks()
@@ -224,10 +227,8 @@ class ForwardDriver:
             else self._cut_outputs(outputs, block_call)
         )
         if block_call.checkpoint is not None:
-            block_call.checkpoint.output_leaves, block_call.outputs = (
-                [leaf for _, leaf in block_call.outputs],
-                [],
-            )
+            block_call.checkpoint.output_leaves = [leaf for _, leaf in block_call.outputs]
+            block_call.outputs = []
         return outputs
 
     def _enter_without_interceptor(
@@ -251,6 +252,17 @@ class ForwardDriver:
             block_call.name, self._blocks[name], run, inputs, leaves, copy_inputs=self._in_place
         )
 
+    def _drop_inputs(
+        self, call: CheckpointedCall, forward_pass: ForwardPass, checkpointing: bool | str
+    ) -> None:
+        """Drops those inputs of `call` that the block call named `checkpointing` has returned, if that ran
+        just before: a forward may leave blocks out.
+        """
+        last = next(reversed(forward_pass.block_calls.values()), None)
+        if last is None or last.name != checkpointing or last.checkpoint is None or self._in_place:
+            return
+        call.drop_inputs_of(last.checkpoint)
+
     def recompute(self, block_call: BlockCall) -> None:
         """Runs a checkpointed block call again, so that its backward has a graph; other calls are left alone.
 
@@ -258,12 +270,27 @@ class ForwardDriver:
         """
         if block_call.checkpoint is None:
             return
-        running_pass, self._pass = self._pass, None  # blocks that it calls are parts of it
-        try:
+        with self._no_pass():
             block_call.outputs = block_call.checkpoint.recompute(GradAlias.apply)
+        block_call.checkpoint = None
+
+    def recompute_outputs(self, block_call: BlockCall) -> None:
+        """Runs a checkpointed block call again for its outputs, if they were dropped; others are left alone.
+
+        Raises PlanError if the outputs differ from those of the first run.
+        """
+        if block_call.checkpoint is not None:
+            with self._no_pass():
+                block_call.checkpoint.recompute_outputs(GradAlias.apply)
+
+    @contextmanager
+    def _no_pass(self) -> Iterator[None]:
+        """Context manager for a block call that runs again: blocks that it calls are parts of it."""
+        running_pass, self._pass = self._pass, None
+        try:
+            yield
         finally:
             self._pass = running_pass
-        block_call.checkpoint = None
 
     def _run_block(
         self, forward_pass: ForwardPass, forward: Callable[..., Any], args: Any, kwargs: Any

@@ -25,6 +25,15 @@ Attributes of the modules (a plain counter) are treated alike. A write into a li
 not seen.
 
 A tensor that leaves the block inside an opaque object has lost what its backward needs; that is an error.
+
+Of block calls in a row all but the first may drop their inputs too (`drop_inputs_of`):
+
+    first run    x0 ---> [0] ---> x1 ---> [1] ---> x2 ---> [2] ---> x3         x0 is kept, and x3
+    later        x0 ---> [0] ---> x1' --> [1] ---> x2'      then 2 is recomputed, then 1, then 0
+
+`recompute_outputs` makes x1' and x2' without a graph; `recompute` makes the outputs with their graph. New
+leaves then take the places of those that were dropped. A leaf that something else still holds stays the leaf,
+because it may be given a gradient there: the results are right, and the memory is not saved.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +44,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.weak import TensorWeakRef
 
 from meshwright.model.hf.captured_outputs import CaptureLists, capture_into, empty_capture_lists
-from meshwright.model.tensors.pytree import copy_containers, opaque_tensors, replace_tensors, tree_tensors
+from meshwright.model.tensors.pytree import (
+    copy_containers,
+    map_leaves,
+    opaque_tensors,
+    replace_tensors,
+    tree_tensors,
+    value_leaves,
+)
 from meshwright.plan.job.errors import PlanError
 
 
@@ -85,13 +102,19 @@ class ModuleSnapshot:
         self._parts = [part for part in self._parts if part.values or part.attributes]
 
     @contextmanager
-    def restored_state(self) -> Iterator[None]:
-        """Context manager: restores the snapshot on entry, and the present state on exit."""
+    def restored_state(self, *, reusable: bool = False) -> Iterator[None]:
+        """Context manager: restores the snapshot on entry, and the present state on exit.
+
+        With `reusable`, what runs inside writes into copies, and the snapshot may be restored once more.
+        """
         now = [(part, _module_attributes(part.module), dict(part.module._buffers)) for part in self._parts]
         for part in self._parts:
             if part.attributes:
                 part.set_attributes(part.attributes)
-            part.module._buffers.update(part.values)
+            values = part.values
+            if reusable:
+                values = {name: each if each is None else each.clone() for name, each in values.items()}
+            part.module._buffers.update(values)
         try:
             yield
         finally:
@@ -122,12 +145,45 @@ def _attributes_differ(one: dict[str, object], other: dict[str, object]) -> bool
 CHECKPOINT_FIX = "exclude this block from activation checkpointing (the strategy's `blocks`)"
 AutocastState = tuple[str, bool, torch.dtype]  # (device type, enabled, dtype)
 RunBlock = Callable[..., Any]
+MakeAlias = Callable[
+    [torch.Tensor, torch.Tensor], torch.Tensor
+]  # (leaf, values) -> the leaf with these values
+
+
+class DroppedInput:
+    """The place of an input that is not kept: output number `index` of the block call before. It is no
+    dataclass, because the pytree functions look into dataclasses.
+    """
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class DroppedLeaf:
+    """The place of an output leaf that is not kept, but by whoever else uses it."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self.description = _shape_and_dtype(leaf)
+        self._weak_leaf: Callable[[], torch.Tensor | None] = TensorWeakRef(leaf)
+        self._leaf_with_grad: torch.Tensor | None = None
+        # a user of the leaf may give it a gradient and end before it is made again
+        self._hook = leaf.register_post_accumulate_grad_hook(self._keep)
+
+    def find(self) -> torch.Tensor | None:
+        """Returns the leaf, if something else uses it or it has a gradient."""
+        return self._weak_leaf() if self._leaf_with_grad is None else self._leaf_with_grad
+
+    def _keep(self, leaf: torch.Tensor) -> None:
+        self._leaf_with_grad = leaf
+        self._hook.remove()
 
 
 @dataclass(slots=True)
 class CheckpointedCall:
     """The values that a checkpointed block call keeps until it is recomputed. `output_leaves` replace its
-    outputs.
+    outputs. Of the inputs that `producer` returned, if it is set, only the places are kept.
     """
 
     block_call: str
@@ -141,8 +197,9 @@ class CheckpointedCall:
     input_copies: dict[int, torch.Tensor] = field(
         default_factory=dict
     )  # of tensors in `inputs` that may be written in place, by id
-    output_leaves: list[torch.Tensor] = field(default_factory=list)
+    output_leaves: list[torch.Tensor | DroppedLeaf] = field(default_factory=list)
     opaque_versions: list[tuple[int, int]] = field(default_factory=list)
+    producer: "CheckpointedCall | None" = None
 
     @classmethod
     def from_inputs(
@@ -184,6 +241,17 @@ class CheckpointedCall:
         call.opaque_versions = _opaque_versions(inputs)
         return call
 
+    def drop_inputs_of(self, producer: "CheckpointedCall") -> None:
+        """Keeps none of the inputs that `producer`, the block call before, has returned: both then drop them
+        when this one has run, and `producer` must run again before this one does.
+        """
+        places = {id(leaf): index for index, leaf in enumerate(producer.output_leaves)}
+        self.inputs = map_leaves(
+            self.inputs, lambda leaf: DroppedInput(places[id(leaf)]) if id(leaf) in places else leaf
+        )
+        self.versions = [(tensor, version) for tensor, version in self.versions if id(tensor) not in places]
+        self.producer = producer
+
     @contextmanager
     def first_run(self, inputs: Any) -> Iterator[None]:
         """Context manager around the first run: drops what its graph saves.
@@ -193,6 +261,11 @@ class CheckpointedCall:
         with _drop_saved_tensors(self.block_call):
             yield
         self.snapshot.drop_unwritten()
+        if self.producer is not None:
+            leaves = self.producer.output_leaves
+            for place in value_leaves(self.inputs):
+                if isinstance(place, DroppedInput) and isinstance(leaf := leaves[place.index], torch.Tensor):
+                    leaves[place.index] = DroppedLeaf(leaf)
         if _opaque_versions(inputs) != self.opaque_versions:
             text = (
                 f"the block '{self.block_call}' writes into an object among its inputs, and would write twice"
@@ -201,14 +274,43 @@ class CheckpointedCall:
                 text, fix=f"build the model with use_cache=False, or {CHECKPOINT_FIX}", location="model"
             )
 
-    def recompute(
-        self, alias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def recompute(self, alias: MakeAlias) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Runs the block again; returns its outputs, now with a graph, each with the leaf that replaces it.
 
         `alias(leaf, values)` is a tensor with these values whose gradient is the leaf's. Raises PlanError if
         an input was written since, and if the outputs differ from those of the first run.
         """
+        found = self._run_again(alias)
+        leaves = self._restore_leaves(found)
+        return list(zip(found, leaves, strict=True))
+
+    def recompute_outputs(self, alias: MakeAlias) -> None:
+        """Runs the block again for the outputs that were dropped, without a graph, if nothing else holds
+        them. Raises as `recompute`.
+        """
+        leaves = [leaf.find() if isinstance(leaf, DroppedLeaf) else leaf for leaf in self.output_leaves]
+        found = [leaf for leaf in leaves if leaf is not None]
+        if len(found) == len(leaves):
+            self.output_leaves = list(found)
+            return
+        with _drop_saved_tensors(self.block_call):
+            outputs = self._run_again(alias, again=True)
+        self._restore_leaves(outputs)
+
+    def _restore_leaves(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the leaves of the outputs `found`: new ones for those that were dropped and are gone.
+
+        One that is alive stays the leaf: whoever holds it may give it a gradient.
+        """
+        restored = []
+        for tensor, leaf in zip(found, self.output_leaves, strict=True):
+            kept = leaf.find() if isinstance(leaf, DroppedLeaf) else leaf
+            restored.append(tensor.detach().requires_grad_() if kept is None else kept)
+        self.output_leaves = list(restored)
+        return restored
+
+    def _run_again(self, alias: MakeAlias, *, again: bool = False) -> list[torch.Tensor]:
+        """Returns the outputs that need gradients of another run; `again`: it is not the last one."""
         if any(tensor._version != version for tensor, version in self.versions):
             text = (
                 f"an input of the block '{self.block_call}' was written in place after the block ran, and "
@@ -219,9 +321,10 @@ class CheckpointedCall:
             )
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            leaves = [tensor for tensor in tree_tensors(self.inputs) if id(tensor) in self.input_copies]
+            inputs = self.inputs if self.producer is None else map_leaves(self.inputs, self._input)
+            leaves = [tensor for tensor in tree_tensors(inputs) if id(tensor) in self.input_copies]
             args, kwargs = replace_tensors(
-                self.inputs, {id(leaf): alias(leaf, self.input_copies[id(leaf)]) for leaf in leaves}
+                inputs, {id(leaf): alias(leaf, self.input_copies[id(leaf)]) for leaf in leaves}
             )
             for kind, enabled, dtype in self.autocast:
                 if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
@@ -233,12 +336,13 @@ class CheckpointedCall:
             for mode in self.function_modes:
                 if id(mode) not in active:
                     stack.enter_context(mode)
-            stack.enter_context(self.snapshot.restored_state())
+            stack.enter_context(self.snapshot.restored_state(reusable=again))
             marks = stack.enter_context(capture_into(self.capture_lists))
             outputs = self.run(*args, **kwargs)
             found = tensors_with_graph([outputs, *(mark.added_tensors for mark in marks)])
         if [_shape_and_dtype(tensor) for tensor in found] != [
-            _shape_and_dtype(leaf) for leaf in self.output_leaves
+            leaf.description if isinstance(leaf, DroppedLeaf) else _shape_and_dtype(leaf)
+            for leaf in self.output_leaves
         ]:
             text = (
                 f"the block '{self.block_call}' returns {len(found)} tensors that need gradients when it is "
@@ -247,7 +351,20 @@ class CheckpointedCall:
             text = f"{text} the {len(self.output_leaves)} of its first run"
             fix = f"make its forward depend only on its inputs, weights and buffers, or {CHECKPOINT_FIX}"
             raise PlanError(text, fix=fix, location="model")
-        return list(zip(found, self.output_leaves, strict=True))
+        return found
+
+    def _input(self, leaf: Any) -> Any:
+        """Returns `leaf` of the inputs, or what the block call before has returned anew in its place."""
+        if not isinstance(leaf, DroppedInput) or self.producer is None:
+            return leaf
+        made = self.producer.output_leaves[leaf.index]
+        found = made.find() if isinstance(made, DroppedLeaf) else made
+        if found is None:
+            raise RuntimeError(
+                f"{self.block_call} is recomputed, and its input was dropped; put a rerun of "
+                f"{self.producer.block_call} before it"
+            )
+        return found
 
 
 def tensors_with_graph(value: Any) -> list[torch.Tensor]:

@@ -48,6 +48,7 @@ from meshwright.plan.step.program import Action, Program, Transfer, with_extra_m
 from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
+    RECOMPUTE_KINDS,
     runs_input_backward,
     samples_per_microbatch,
 )
@@ -157,7 +158,7 @@ def _gather_and_scatter(
 
 
 CP_AXIS = "cp"
-FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a block call forward
+FORWARD_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS)  # kinds that run a block call forward
 
 AttentionTransfers = Callable[
     [AttentionSpec, int], Sequence[Transfer]

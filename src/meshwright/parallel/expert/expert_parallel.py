@@ -96,6 +96,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, RuntimeSize, Transfer
 from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
+    RECOMPUTE_KINDS,
     runs_input_backward,
     samples_per_microbatch,
 )
@@ -253,7 +254,7 @@ class ExpertParallel(Strategy):
 
         def add(action: Action) -> Action:
             own = by_block_call.get(action.subject, [])
-            if action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
+            if action.kind in (*FORWARD_KINDS, *RECOMPUTE_KINDS):
                 transfers = [each for traffic in own for each in traffic.forward(action.microbatch)]
             elif own and runs_input_backward(action, view.plan):
                 transfers = [each for traffic in own[::-1] for each in traffic.backward(action.microbatch)]

@@ -24,6 +24,7 @@ from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import (
     COUNT_NBYTES,
     FORWARD_KINDS,
+    RECOMPUTE_KINDS,
     reduce_totals_along,
     runs_input_backward,
     samples_per_microbatch,
@@ -45,7 +46,7 @@ def add_sums(program: Program, view: RankView, job: Job, axis: str) -> Program:
         def add(action: Action) -> Action:
             own = calls.get(action.subject, [])
             is_backward = bool(own) and runs_input_backward(action, view.plan)
-            if not is_backward and action.kind not in (*FORWARD_KINDS, "RECOMPUTE"):
+            if not is_backward and action.kind not in (*FORWARD_KINDS, *RECOMPUTE_KINDS):
                 return action
             in_order = own[::-1] if is_backward else own
             sums = (_sums(call, view, job, num_samples, axis, is_backward=is_backward) for call in in_order)

@@ -47,6 +47,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.parallel.memory.gist import is_encoded
 from meshwright.parallel.memory.kept_tensor_copies import KeptTensorCopies
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least
@@ -69,6 +70,7 @@ from meshwright.plan.step.memory.kept_inputs import (
     split_kept_inputs,
 )
 from meshwright.plan.step.memory.memory_names import output_name
+from meshwright.plan.step.memory.recomputed_segments import refuse_dropped_inputs
 from meshwright.plan.step.program import Action, Allocation, Program
 from meshwright.plan.step.single_device_program import (
     CHECKPOINTED_FORWARD,
@@ -93,7 +95,7 @@ class ActivationOffload(Strategy):
 
     name: ClassVar[str] = "activation_offload"
     phase: ClassVar[StrategyPhase] = "comm"  # once it is known which block calls run again
-    needs_block_values: ClassVar[bool] = True
+    needs_stage_boundaries: ClassVar[bool] = True
     blocks: tuple[str, ...] = ()
     prefetch: int = field(default=1, metadata=at_least(0))
     host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
@@ -132,6 +134,7 @@ class ActivationOffload(Strategy):
         return KeptTensorCopies(runtime.state).handlers
 
     def _offload(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        refuse_dropped_inputs(actions, self.name)
         inputs: Mapping[str, list[KeptInput]] = {}
         if any(map(self._is_selected, checkpointed_calls(actions))):
             inputs = kept_inputs(actions, view, job, self.name)
@@ -225,7 +228,7 @@ class _LeavingFinder:
 
 
 def _refuse_encoded(forward: Action, view: RankView) -> None:
-    if forward.subject in view.plan.encoded_calls:
+    if forward.subject in view.plan.encoded_calls or is_encoded(forward):
         text = f"gist encodes what autograd saves in '{forward.subject}', so that there is nothing to copy"
         fix = "name other blocks in one of both (`blocks`), or remove one of both"
         raise PlanError(text, fix=fix, location=LOCATION)

@@ -28,7 +28,7 @@ by the next block anyway. For models with SiLU or GELU (Llama, BERT) nothing is 
 Paper: Jain et al. 2018, "Gist: Efficient Data Encoding for Deep Neural Network Training", ISCA (section 4).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -38,7 +38,7 @@ from torch import nn
 
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist_encodings import GistEncoder
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ReluActivations, block_of
@@ -92,73 +92,14 @@ class Gist(Strategy):
         return ROUNDING.get(self.backward_dtype, 0.0)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        return program.edit(lambda actions: self._encode_memory(actions, view, job))
+        calls = self._encoded(view.model_spec.relu_activations)
+        return program.edit(lambda actions: encode_memory(actions, calls, view, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        model_spec = runtime.state.plan.view.model_spec
-        calls = [each for each in runtime.state.plan.sharding.encoded_calls if each in model_spec.block_calls]
-        forwards = {action.name: action for action in runtime.state.plan.actions if action.kind == "F"}
-        for block in dict.fromkeys(map(block_of, calls)):
-            runtime.state.patches.wrap_forward(block, partial(self._run, runtime, block, forwards))
+        calls = set(runtime.state.plan.sharding.encoded_calls)
+        forwards = [each for each in runtime.state.plan.actions if each.kind == "F" and each.subject in calls]
+        encode_forwards(runtime, forwards, self.backward_dtype)
         return {}
-
-    def _run(
-        self,
-        runtime: Runtime,
-        block: str,
-        forwards: Mapping[str, Action],
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        action = forwards.get(runtime.state.current_action)
-        if action is None or not torch.is_grad_enabled():  # an evaluation, or a forward that runs again
-            return forward(*args, **kwargs)
-        kept = 0
-
-        def count(number: int) -> None:
-            nonlocal kept
-            kept += number
-
-        narrow = getattr(torch, self.backward_dtype) if self.backward_dtype else None
-        weights = _weights(runtime.state.trained_module.blocks[block]) if narrow else frozenset[int]()
-        encoder = GistEncoder(count, narrow, weights)
-        with encoder.encoding():
-            outputs = forward(*args, **kwargs)
-        name = values_not_zero_name(action.subject, action.microbatch)
-        runtime.state.world.ledger.record_count(name, kept)
-        return outputs
-
-    def _encode_memory(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
-        num_samples, width = (
-            samples_per_microbatch(actions, view.plan, job),
-            FLOAT_NBYTES[job.precision.compute],
-        )
-        found = {
-            each.block_call: _local(each, view, num_samples)
-            for each in self._encoded(view.model_spec.relu_activations)
-        }
-        encoded: set[str] = set()
-
-        def encode(action: Action) -> Action:
-            activations = found.get(action.subject)
-            name = saved_activations_name(action.subject, action.microbatch)
-            if activations is not None and action.kind == "F":
-                encoded.add(name)
-                return _encoded_forward(action, activations, width)
-            if activations is None or name not in encoded:
-                return action
-            frees, decoded = action.frees, activations.largest_numel * width
-            if name in frees and activations.value_numel:
-                frees = (*frees, values_not_zero_name(action.subject, action.microbatch))
-            grows = action.kind in INPUT_GRAD_KINDS
-            allocations = tuple(
-                replace(each, nbytes=each.nbytes + decoded) if grows and each.name == SCRATCH else each
-                for each in action.allocations
-            )
-            return replace(action, frees=frees, allocations=allocations)
-
-        return [encode(action) for action in actions]
 
     def _encoded(self, activations: tuple[ReluActivations, ...]) -> list[ReluActivations]:
         return [each for each in activations if self._is_selected(each.block_call)]
@@ -167,26 +108,106 @@ class Gist(Strategy):
         return not self.blocks or matches_any(block_call, self.blocks)
 
 
-def _local(activations: ReluActivations, view: RankView, num_samples: int) -> ReluActivations:
-    """Returns `activations` of this rank, of a microbatch."""
+def encode_forwards(runtime: Runtime, forwards: Sequence[Action], backward_dtype: str = "") -> None:
+    """Makes the block calls of the actions `forwards` encode what autograd saves when they run."""
+    by_name = {action.name: action for action in forwards}
+    for block in dict.fromkeys(block_of(action.subject) for action in forwards):
+        runtime.state.patches.wrap_forward(block, partial(_run, runtime, block, by_name, backward_dtype))
+
+
+def _run(
+    runtime: Runtime,
+    block: str,
+    forwards: Mapping[str, Action],
+    backward_dtype: str,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    action = forwards.get(runtime.state.current_action)
+    if action is None or not torch.is_grad_enabled():  # an evaluation, or a forward that runs again
+        return forward(*args, **kwargs)
+    kept = 0
+
+    def count(number: int) -> None:
+        nonlocal kept
+        kept += number
+
+    narrow = getattr(torch, backward_dtype) if backward_dtype else None
+    weights = _weights(runtime.state.trained_module.blocks[block]) if narrow else frozenset[int]()
+    encoder = GistEncoder(count, narrow, weights)
+    with encoder.encoding():
+        outputs = forward(*args, **kwargs)
+    name = values_not_zero_name(action.subject, action.microbatch)
+    runtime.state.world.ledger.record_count(name, kept)
+    return outputs
+
+
+def encode_memory(
+    actions: list[Action], calls: Iterable[ReluActivations], view: RankView, job: Job
+) -> list[Action]:
+    """Returns `actions` with the memory of block calls that encode what they save: those of `calls` that are
+    not run again. Each allocates values that are not zero, maybe none. Raises PlanError for one that does.
+    """
+    num_samples, width = samples_per_microbatch(actions, view.plan, job), FLOAT_NBYTES[job.precision.compute]
+    found = {each.block_call: local_relu_activations(each, view, num_samples) for each in calls}
+    encoded: set[str] = set()
+
+    def encode(action: Action) -> Action:
+        activations = found.get(action.subject)
+        name = saved_activations_name(action.subject, action.microbatch)
+        if activations is not None and action.kind == "F":
+            if is_encoded(action):
+                text = f"what {action.subject} saves is encoded already, by another strategy"
+                raise PlanError(text, fix="leave gist out of one of them", location=LOCATION)
+            encoded.add(name)
+            return _encoded_forward(action, activations, width)
+        if activations is None or name not in encoded:
+            return action
+        frees, decoded = action.frees, activations.largest_numel * width
+        if name in frees:
+            frees = (*frees, values_not_zero_name(action.subject, action.microbatch))
+        grows = action.kind in INPUT_GRAD_KINDS
+        allocations = tuple(
+            replace(each, nbytes=each.nbytes + decoded) if grows and each.name == SCRATCH else each
+            for each in action.allocations
+        )
+        return replace(action, frees=frees, allocations=allocations)
+
+    return [encode(action) for action in actions]
+
+
+def is_encoded(forward: Action) -> bool:
+    """Returns whether the block call of `forward` encodes what it saves."""
+    name = values_not_zero_name(forward.subject, forward.microbatch or 0)
+    return any(each.name == name for each in forward.allocations)
+
+
+def local_relu_activations(activations: ReluActivations, view: RankView, num_samples: int) -> ReluActivations:
+    """Returns `activations` of the rank of `view`, of a microbatch."""
     share = saved_fraction(view, activations.block_call)
     block_call, *sizes = astuple(activations)
     return ReluActivations(block_call, *(int(numel * num_samples * share) for numel in sizes))
 
 
+def freed_and_added_nbytes(activations: ReluActivations, width: int) -> tuple[int, int]:
+    """Returns the bytes of `activations` of `width` bytes each, and those of bits and bytes in their place,
+    without values.
+    """
+    freed = activations.saved_numel * width + activations.index_numel * INDEX_NBYTES
+    return freed, -(-activations.mask_numel // 8) + activations.index_numel
+
+
 def _encoded_forward(forward: Action, activations: ReluActivations, width: int) -> Action:
     name = saved_activations_name(forward.subject, forward.microbatch)
-    freed = activations.saved_numel * width + activations.index_numel * INDEX_NBYTES
-    added = -(-activations.mask_numel // 8) + activations.index_numel
+    freed, added = freed_and_added_nbytes(activations, width)
     allocations = [
         replace(each, nbytes=max(0, each.nbytes - freed) + added) if each.name == name else each
         for each in forward.allocations
     ]
-    if activations.value_numel:
-        values = values_not_zero_name(forward.subject, forward.microbatch)
-        size = RuntimeSize(values, width, activations.value_numel // 2, activations.value_numel)
-        allocations.append(Allocation(values, size.expected, size))
-    return replace(forward, allocations=tuple(allocations))
+    values = values_not_zero_name(forward.subject, forward.microbatch)
+    size = RuntimeSize(values, width, activations.value_numel // 2, activations.value_numel)
+    return replace(forward, allocations=(*allocations, Allocation(values, size.expected, size)))
 
 
 def _weights(block: nn.Module) -> frozenset[int]:

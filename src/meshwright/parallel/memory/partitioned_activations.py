@@ -63,6 +63,7 @@ from meshwright.plan.step.memory.kept_inputs import (
     split_kept_inputs,
 )
 from meshwright.plan.step.memory.memory_names import kept_part_name
+from meshwright.plan.step.memory.recomputed_segments import refuse_dropped_inputs
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -84,7 +85,7 @@ class PartitionedActivations(Strategy):
 
     name: ClassVar[str] = "partitioned_activations"
     phase: ClassVar[StrategyPhase] = "storage"  # before activation_offload, which copies the parts
-    needs_block_values: ClassVar[bool] = True
+    needs_stage_boundaries: ClassVar[bool] = True
     axis: str = field(default=AXIS, metadata=one_of(AXIS))
     prefetch: int = field(default=1, metadata=at_least(0))
 
@@ -114,6 +115,7 @@ class PartitionedActivations(Strategy):
     def _partition(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         if not checkpointed_calls(actions):
             return actions
+        refuse_dropped_inputs(actions, self.name)
         inputs = {
             block_call: [each for each in found if self.axis in each.replicated_axes]
             for block_call, found in kept_inputs(actions, view, job, self.name).items()

@@ -46,10 +46,14 @@ from meshwright.plan.step.memory.memory_names import (
 from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
 
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
-FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
+INPUT_DROPPED_FORWARD = "F_INPUT_DROPPED"
+CHECKPOINTED_KINDS = (CHECKPOINTED_FORWARD, INPUT_DROPPED_FORWARD)  # forwards that are run again
+FORWARD_KINDS = ("F", *CHECKPOINTED_KINDS)  # kinds that run in the model's forward, block by block
+RECOMPUTE_KINDS = ("RECOMPUTE", "RECOMPUTE_OUTPUT")  # kinds that run a forward again
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
 WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and free saved activations
-PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
+# kinds that use the parameters of their block
+PARAM_USE_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS, "B", "I", "W")
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
 BATCH_SUM = "BATCH_SUM"

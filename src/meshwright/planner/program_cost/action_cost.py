@@ -4,7 +4,8 @@
                     as the rank computes: its tokens, heads and features; then the collectives inside the
                     block, and the copies that lay out slices for them. W has the matmuls that sum over
                     samples, I has all other operations of a backward
-    RECOMPUTE       one more forward
+    RECOMPUTE, RECOMPUTE_OUTPUT
+                    one more forward
     LOSS            the forward and the backward of the loss
     PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP
                     the bytes of gradients, weights and optimizer states that they read and write
@@ -34,7 +35,7 @@ from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, WEIGHT_GRAD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS, WEIGHT_GRAD_KINDS
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.network_time import full_nbytes
 from meshwright.planner.program_cost.rank_memory import optimizer_work
@@ -112,7 +113,7 @@ class ActionCosts:
 
     def _compute_seconds(self, action: Action) -> float:
         kind = action.kind
-        if kind in (*FORWARD_KINDS, "RECOMPUTE"):
+        if kind in (*FORWARD_KINDS, *RECOMPUTE_KINDS):
             glue = (
                 self._glue_seconds if kind in FORWARD_KINDS and action.subject in self._first_calls else 0.0
             )
@@ -356,7 +357,9 @@ class ActionCosts:
             and action.subject in self._model_ops.by_block_call
         ):
             block_ops = self._model_ops.by_block_call[action.subject]
-            work = block_ops.forward if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else block_ops.backward
+            work = (
+                block_ops.forward if action.kind in (*FORWARD_KINDS, *RECOMPUTE_KINDS) else block_ops.backward
+            )
             attention = self._ops_seconds(
                 OpCounts(attention=work.attention), self._rank_fraction(action.subject), backward=False
             )

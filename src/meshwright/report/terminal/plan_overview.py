@@ -25,6 +25,7 @@ from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import MESH_AXES, Mesh, in_mesh_order
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, peak_nbytes_by_category
@@ -56,7 +57,7 @@ FULL_BLOCK = 0x2588  # the seven characters behind it are parts of it, an eighth
 SENT_TEXTS = {
     **dict.fromkeys(("UNSHARD", "SCATTER_PARAM"), "parameters"),
     **dict.fromkeys(("REDUCE", "REDUCE_TIED", "GATHER_GRAD"), "gradients"),
-    **dict.fromkeys(("F", "F_CHECKPOINTED", "RECOMPUTE", "SEND", "CONCAT"), "activations"),
+    **dict.fromkeys((*FORWARD_KINDS, *RECOMPUTE_KINDS, "SEND", "CONCAT"), "activations"),
     **dict.fromkeys(("B", "I", "W", "SEND_GRAD", "CONCAT_GRAD"), "activation grads"),
     **dict.fromkeys(("GATHER", "SCATTER"), "samples"),
     **dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM", "GLOBAL_NORM", "REDUCE_SQNORM"), "counts, loss, norm"),

@@ -20,10 +20,11 @@ from typing import Any
 from meshwright.plan.hardware.streams import STREAMS, timeline_row_name
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
 CATEGORY_KINDS = {
-    "forward": ("F", "F_CHECKPOINTED", "RECOMPUTE", "glue"),
+    "forward": (*FORWARD_KINDS, *RECOMPUTE_KINDS, "glue"),
     "backward": ("LOSS", "B", "I", "W"),
     "packing": ("PACK", "UNPACK", "ACCUMULATE"),
     "communication": (

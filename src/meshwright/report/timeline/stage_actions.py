@@ -23,8 +23,10 @@ GLUE_EVENT = "glue"  # the kind of event of a model's own forward
 KIND_LETTERS = {
     "F": "F",
     "F_CHECKPOINTED": "F",
+    "F_INPUT_DROPPED": "F",
     "LOSS": "",
     "RECOMPUTE": "",
+    "RECOMPUTE_OUTPUT": "",
     "B": "B",
     "I": "I",
     "W": "W",

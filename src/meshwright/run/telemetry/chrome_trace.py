@@ -31,6 +31,7 @@ import torch
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
 from meshwright.plan.hardware.streams import RUN_ROW, STREAMS, timeline_row, timeline_row_name
 from meshwright.plan.job.file_format import TRACE
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.run.telemetry.atomic_write import replace_file
 
 TRACE_FOLDER = "trace"
@@ -45,9 +46,7 @@ STEP_PARTS = (
     "other",
 )
 PART_OF_KIND = {
-    "F": "forward",
-    "F_CHECKPOINTED": "forward",
-    "RECOMPUTE": "forward",
+    **dict.fromkeys((*FORWARD_KINDS, *RECOMPUTE_KINDS), "forward"),
     GLUE: "forward",
     "LOSS": "backward",
     "B": "backward",

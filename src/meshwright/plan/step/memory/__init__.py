@@ -8,4 +8,6 @@ Modules:
     block_call_memory    bytes of activations per block call on one rank
     tier_copies          checks of the copies between memory tiers
     model_states         bytes of weights, masters and optimizer states per parameter group on one rank
+    activation_budget    what keeps or recomputes activations of a chain of block calls, for some bytes
+    recomputed_segments  block calls in a row that run again from the input of the first
 """

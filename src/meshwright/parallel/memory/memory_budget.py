@@ -1,0 +1,150 @@
+"""Memory budget: blocks keep, recompute or encode activations, as fast as a number of bytes allows.
+
+Why it works: of two blocks with as many bytes the one that runs faster should run again; a block near the end
+is needed again at once, one near the begin only when all others have given their memory back; and an input
+that is large beside what a block saves inside need not be kept either: block calls in a row, a segment, can
+start again from the input of the first. What is best depends on all blocks together. The bytes and operations
+of each are known from a trial, and a dynamic program over the chain finds the fastest choice whose peak fits
+(plan/step/memory/activation_budget.py has the peak and the program).
+
+    choice          held between F and B          before B                        time added
+    keep            input, activations            -                               0
+    recompute       input                         RECOMPUTE                       one forward
+    segment a .. b  input of a                    RECOMPUTE_OUTPUT a .. b-1,      one forward of a .. b, of
+                                                  RECOMPUTE b, ... RECOMPUTE a    a .. b-1 at most two
+    gist            input, encoded activations    decode                          passes over memory
+
+    before   F0 F1 F2 F3 LOSS B3 B2 B1 B0                 below, 1 and 2 are a segment
+    after    F0 F_CHECKPOINTED1 F_INPUT_DROPPED2 F3 LOSS B3 RECOMPUTE_OUTPUT1 RECOMPUTE2 B2 RECOMPUTE1 B1 B0
+
+    activations at any time <= budget_mb MiB       outputs of blocks, what they save, scratch of backwards,
+                                                   gradients between blocks and of the loss, received values
+
+`budget_mb` is for one rank, with all its microbatches in flight; 0 takes as few bytes as possible. Weights,
+their gradients and optimizer states are not in it. `choices` are those beside keeping: "recompute",
+"segment", and "gist" where the model has ReLU or max pooling. `blocks` selects by patterns which block calls
+may run again. `forward_ms` are measured milliseconds of the forward of each block call of the model, in
+order; without them a block takes the time of its operations, where a byte read or written counts as 20. If
+everything fits, the plan is the one without it.
+
+Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
+Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call
+runs at most three times. All microbatches choose alike. With halves of backwards (I, W) what runs again stays
+until W. Bytes are those measured in a trial; where the data
+decides (experts, gist) the expected ones; if ranks have unequal slices, without buffers of collectives inside
+blocks. Experts that lie unevenly on ranks are refused. In a pipeline the outputs of a stage stay until its
+forward ends.
+Paper: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
+networks with limited memory", arXiv 1911.13214; Jain et al. 2020, "Checkmate: Breaking the Memory
+Wall with Optimal Tensor Rematerialization", arXiv 1910.02653.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import ClassVar
+
+from meshwright.parallel.memory.activation_checkpointing import checkpointing_diagnostics
+from meshwright.parallel.memory.block_patterns import matches_any
+from meshwright.parallel.memory.budgeted_chain import apply_choice, budgeted_chain
+from meshwright.parallel.memory.gist import encode_forwards, is_encoded
+from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
+from meshwright.plan.job.field_constraints import at_least, one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.memory.activation_budget import ActivationBudget
+from meshwright.plan.step.memory.recomputed_segments import check_nothing_recomputed
+from meshwright.plan.step.program import Action, Program
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+LOCATION = "strategies.memory_budget"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class MemoryBudget(Strategy):
+    """Chooses per block call what keeps or recomputes its activations, so that these take at most `budget_mb`
+    MiB at any time; 0: as few as possible.
+
+    `choices` beside keeping; `blocks` may run again (without them: all); `forward_ms` as measured, per block
+    call of the model.
+    """
+
+    name: ClassVar[str] = "memory_budget"
+    phase: ClassVar[StrategyPhase] = "memory"
+    budget_mb: float = field(
+        default=0.0, metadata=at_least(0, "write MiB of activations per rank; 0 takes as few as possible")
+    )
+    choices: tuple[str, ...] = field(
+        default=("recompute", "segment"), metadata=one_of("recompute", "segment", "gist")
+    )
+    blocks: tuple[str, ...] = ()
+    forward_ms: tuple[float, ...] = field(
+        default=(), metadata=at_least(0, "write milliseconds, one number for each block call")
+    )
+
+    @property
+    def needs_stage_boundaries(self) -> bool:  # type: ignore[override]
+        """Whether it reads ModelSpec.stage_boundaries: which block calls read what others return."""
+        return "segment" in self.choices
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        model_spec = sharding.model_spec
+        yield from checkpointing_diagnostics(self.blocks, model_spec, LOCATION)
+        calls, given = model_spec.block_calls, len(self.forward_ms)
+        if given not in (0, len(calls)):
+            text = f"forward_ms has {given} numbers, and the model {len(calls)} block calls: "
+            text += ", ".join(calls if len(calls) < 9 else (*calls[:3], "...", calls[-1]))
+            yield Diagnostic(text, "write one number for each, or none", f"{LOCATION}.forward_ms")
+        if "segment" in self.choices and "recompute" not in self.choices:
+            text = "block calls of a segment are recomputed, and `choices` leaves out recompute"
+            yield Diagnostic(text, 'add "recompute", or leave out "segment"', f"{LOCATION}.choices")
+        if "gist" in self.choices and not model_spec.relu_activations:
+            text = f"no block of {model_spec.name} has a ReLU or a max pooling inside: gist saves 0 bytes"
+            yield Diagnostic(text, 'leave out "gist"', f"{LOCATION}.choices")
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._fit(actions, view, job))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        forwards = [each for each in runtime.state.plan.actions if each.kind == "F" and is_encoded(each)]
+        if "gist" in self.choices:
+            encode_forwards(runtime, forwards)
+        return {}
+
+    def _fit(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        """Returns `actions` with the fastest choice that fits. Raises PlanError if none does."""
+        check_nothing_recomputed(actions)
+        chain = budgeted_chain(
+            actions, view, job, self.forward_ms, self._may_rerun, use_gist="gist" in self.choices
+        )
+        limit, kept_nbytes = self.budget_mb * MIB, chain.peak_nbytes(None)
+        if kept_nbytes <= limit:
+            return actions
+        budget = ActivationBudget(chain.blocks, chain.loss_nbytes, use_segments="segment" in self.choices)
+        # the program has the last word: it knows in which order microbatches run
+        found = chain.with_peaks(budget.choices())
+        least, chosen = min(found, key=lambda each: each[0])
+        if limit:
+            fitting = [choice for nbytes, choice in found if nbytes <= limit]
+            if not fitting:
+                raise _too_small(self.budget_mb, min(least, kept_nbytes), view)
+            chosen = fitting[-1]
+        elif least >= kept_nbytes:
+            return actions
+        return apply_choice(actions, chosen, view, job)
+
+    def _may_rerun(self, block_call: str) -> bool:
+        return "recompute" in self.choices and (not self.blocks or matches_any(block_call, self.blocks))
+
+
+def _too_small(budget_mb: float, least: int, view: RankView) -> PlanError:
+    calls = view.model_spec.block_calls
+    text = (
+        f"budget_mb = {budget_mb}, and the activations of the block calls '{calls[0]}' to '{calls[-1]}' take "
+        f"{format_nbytes(least)} at least"
+    )
+    enough = ceil(least / MIB * 1e6) / 1e6
+    fix = f"write budget_mb = {enough} or more, or let a rank have less: a smaller micro_batch, more ranks"
+    return PlanError(text, fix=fix, location=f"{LOCATION}.budget_mb")
