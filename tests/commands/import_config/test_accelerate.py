@@ -79,12 +79,15 @@ def test_offloaded_parameters_rest_and_are_stepped_on_the_host(tmp_path: Path):
     result = imported(tmp_path, "a.yaml", text)
     assert result.is_complete
     assert result.document["strategies"][-1] == OFFLOADED
-    assert row(result, "fsdp_config.fsdp_offload_params").startswith("mapped: offload.what = ['optimizer_states'")
+    assert row(result, "fsdp_config.fsdp_offload_params").startswith(
+        "mapped: offload.what = ['optimizer_states'"
+    )
     assert planned(tmp_path, "b.yaml", text).sharding.tiers.weights == "host"
 
 
 def test_offload_of_activations_and_hybrid_sharding_are_refused_with_the_repair(tmp_path: Path):
-    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_activation_checkpointing_offload: true\n"
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
+    text += "  fsdp_activation_checkpointing_offload: true\n"
     result = imported(tmp_path, "a.yaml", text + "  fsdp_sharding_strategy: HYBRID_SHARD\n")
     assert row(result, "fsdp_config.fsdp_activation_checkpointing_offload").startswith(
         "refused: activations are not offloaded to host memory -> nearest: activation_checkpointing"
@@ -136,7 +139,9 @@ def test_the_devices_of_the_deepspeed_plugin_are_mapped_or_refused(
     result = imported(tmp_path, "a.yaml", text)
     assert result.is_complete == ("nvme" not in devices)
     last = result.document["strategies"][-1]
-    assert last == ({**OFFLOADED, "what": what} if what else {"name": "zero", "stage": stage, "axis": "dp_shard"})
+    assert last == (
+        {**OFFLOADED, "what": what} if what else {"name": "zero", "stage": stage, "axis": "dp_shard"}
+    )
     if "nvme" in devices:
         assert "refused: nothing is offloaded to disk" in row(result, "deepspeed_config.offload_param_device")
 

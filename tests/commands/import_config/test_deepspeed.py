@@ -241,3 +241,12 @@ def test_offload_without_a_stage_that_has_it_is_dropped_as_there(tmp_path: Path)
     zero = {"stage": 1, "offload_optimizer": CPU, "offload_param": CPU}
     result = imported(tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero}, devices=2)
     assert row(result, "zero_optimization.offload_param.device").startswith("dropped: only with ZeRO stage 3")
+
+
+def test_one_device_offloads_the_shards_of_a_zero_that_it_has_alone(tmp_path: Path):
+    zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+    plan = planned(
+        tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero, "train_batch_size": 8}, devices=1
+    )
+    assert [each.name for each in plan.strategies] == ["batch_split", "zero", "offload"]
+    assert plan.sharding.tiers.weights == "host"

@@ -104,8 +104,16 @@ def test_defaults_of_megatron_are_written(tmp_path: Path):
             "overlap-cpu-optimizer-d2h-h2d",
             "dropped: a setting of --optimizer-cpu-offload",
         ),
-        ("--cpu-offloading-num-layers 2", "cpu-offloading-num-layers", "refused: activations are not offloaded"),
-        ("--fine-grained-activation-offloading", "fine-grained-activation-offloading", "refused: activations"),
+        (
+            "--cpu-offloading-num-layers 2",
+            "cpu-offloading-num-layers",
+            "refused: activations are not offloaded",
+        ),
+        (
+            "--fine-grained-activation-offloading",
+            "fine-grained-activation-offloading",
+            "refused: activations",
+        ),
         (
             "--rampup-batch-size 16 8 300",
             "rampup-batch-size",

@@ -214,7 +214,9 @@ def test_figures_of_links_are_read_for_one_kind_and_refused_for_several():
 
 def node(folder: Path, *lines: str) -> str:
     """A [device] table: an H100 with a host of known memory."""
-    (folder / "node.toml").write_text("\n".join(['[device]\nlike = "h100"\nhost_memory_gb_s = 40', *lines]) + "\n")
+    (folder / "node.toml").write_text(
+        "\n".join(['[device]\nlike = "h100"\nhost_memory_gb_s = 40', *lines]) + "\n"
+    )
     return str(folder / "node.toml")
 
 

@@ -5,6 +5,9 @@ from functools import cache
 
 import pytest
 
+from meshwright.api import analyze
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.offload import Offload
@@ -29,7 +32,7 @@ from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.machine.machine_rates import MachineRates
 from meshwright.planner.program_cost.prediction import predict_step
 from meshwright.planner.program_cost.rank_memory import fullest_host, peak_nbytes
-from tests.parallel.tensor.odd_llama import llama, planned
+from tests.parallel.tensor.odd_llama import batches, llama, planned
 from tests.planner.simple_machine import ground
 
 LINK, HOST = 1e6, 3e6  # bytes per second
@@ -59,11 +62,16 @@ CASES = [
 
 
 @cache
+def analyzed() -> AnalyzedModel:
+    return analyze(llama(**SIZES), batches(1, 8, 128)[0], loss=token_cross_entropy())
+
+
+@cache
 def plan_of(mode: OffloadMode, stage: int, ranks: int = 4, micro: int = 0) -> Plan:
     offload = () if mode == "none" else (STRATEGIES[mode],)
     strategies = [BatchSplit(axis="dp_shard"), ZeRO(axis="dp_shard", stage=stage), *offload]
     mesh = Mesh(dp_shard=ranks)
-    return planned(llama(**SIZES), mesh, strategies, micro, samples=8, length=128, precision=NARROW)[1]
+    return planned(analyzed(), mesh, strategies, micro, samples=8, length=128, precision=NARROW)[1]
 
 
 def config_of(mode: OffloadMode, stage: int, ranks: int = 4, micro: int = 0) -> ParallelConfig:
@@ -80,13 +88,14 @@ def config_of(mode: OffloadMode, stage: int, ranks: int = 4, micro: int = 0) -> 
 
 @pytest.mark.parametrize(("mode", "stage"), CASES)
 def test_memory_of_both_tiers_is_that_of_a_plan(mode: OffloadMode, stage: int):
-    """The device within the 5 % of other techniques; the host within 0.5 %: norms and counters are left out."""
+    """The host within 0.5 % (without norms and counters); what the device no longer keeps within 5 %."""
     for micro in (0, 1):
         plan, config = plan_of(mode, stage, micro=micro), config_of(mode, stage, micro=micro)
-        found = estimate_memory(SHAPE, config)
+        found, plain = estimate_memory(SHAPE, config), estimate_memory(SHAPE, replace(config, offload="none"))
         assert found.host == pytest.approx(peak_nbytes(plan, 0, "host"), rel=0.005)
-        assert found.allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.05)
-    assert found.allocated < estimate_memory(SHAPE, config_of("none", stage, micro=1)).allocated
+        freed = peak_nbytes(plan_of("none", stage, micro=micro), 0) - peak_nbytes(plan, 0)
+        assert plain.allocated - found.allocated == pytest.approx(freed, rel=0.05)
+        assert found.allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.06)
 
 
 @pytest.mark.parametrize("mode", ["gradients", "everything"])
@@ -94,7 +103,7 @@ def test_one_rank_alone_has_shards_on_its_host(mode: OffloadMode):
     plan, config = plan_of(mode, 3, 1, 2), config_of(mode, 3, 1, 2)
     found = estimate_memory(SHAPE, config)
     assert found.host == pytest.approx(peak_nbytes(plan, 0, "host"), rel=0.005)
-    assert found.allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.05)
+    assert found.allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.06)
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -125,17 +134,18 @@ def copies_of_the_program(plan: Plan) -> float:
 def test_seconds_of_copies_are_those_of_the_program(mode: OffloadMode, stage: int, micro: int):
     plan, config = plan_of(mode, stage, micro=micro), config_of(mode, stage, micro=micro)
     numel = SHAPE.numel / 4
-    stepped = SteppedElements(numel, SHAPE.embedding_numel / 4)
-    expected = sum(update_seconds(stepped, config, machine(), 0.0, 0.0))
-    if mode == "everything":  # each use of a layer waits for its shard: nothing is computed beside it
-        uses = 2 * config.num_microbatches
-        expected += uses * SHAPE.layers * 2 * SHAPE.layer_numel / 4 / LINK
-    assert copies_of_the_program(plan) == pytest.approx(expected, rel=0.05)
+    stepped = SteppedElements(numel, SHAPE.embedding_numel / 4, SHAPE.layer_numel / 4)
+    fetch_s = 2 * SHAPE.layers * SHAPE.layer_numel / 4 / LINK if mode == "everything" else 0.0
+    # each use of a layer waits for its shard, and gradients leave meanwhile: nothing is computed beside them
+    expected = sum(update_seconds(stepped, config, machine(), 0.0, fetch_s))
+    expected += 2 * config.num_microbatches * fetch_s
+    allowed = 0.1 if mode == "everything" else 0.001  # copies in and out wait for the same buffers
+    assert expected == pytest.approx(copies_of_the_program(plan), rel=allowed)
 
 
 def test_bytes_that_are_copied_are_those_of_the_formula():
     """12 N each way for the device step, 2 N out and 2 N in for the host step (ZeRO-Offload)."""
-    stepped = SteppedElements(1e6, 0.0)
+    stepped = SteppedElements(1e6, 0.0, 0.0)
     device, host = (
         update_seconds(stepped, ParallelConfig(offload=mode), machine(), 0.0, 0.0)
         for mode in ("device_step", "host_step")
@@ -146,7 +156,7 @@ def test_bytes_that_are_copied_are_those_of_the_formula():
 
 
 def test_copies_hide_behind_the_backward_and_behind_the_optimizer():
-    stepped, config = SteppedElements(1e6, 0.0), ParallelConfig(offload="gradients", num_microbatches=3)
+    stepped, config = SteppedElements(1e6, 0.0, 0.0), ParallelConfig(offload="gradients", num_microbatches=3)
     shown = [update_seconds(stepped, config, machine(), 0.0, seconds)[1] for seconds in (0.0, 1.0, 2.0, 9.0)]
     assert shown == pytest.approx([6.0, 3.0, 0.0, 0.0])
     slow = update_seconds(stepped, ParallelConfig(offload="device_step"), machine(), 100.0, 0.0)
@@ -180,7 +190,9 @@ def test_shards_on_the_host_need_zero_and_gradients_that_are_summed_once():
 
 def test_a_mode_has_a_price_where_its_rates_are_known():
     assert priced_modes(machine(0.0, 0.0)) == ("none",)
-    assert priced_modes(machine(LINK, 0.0)) == ("none", "device_step") == priced_modes(make_machine("h100", 8))
+    assert (
+        priced_modes(machine(LINK, 0.0)) == ("none", "device_step") == priced_modes(make_machine("h100", 8))
+    )
     assert priced_modes(machine()) == OFFLOAD_MODES
     assert needed_rates("everything") == ("host link", "host memory")
 

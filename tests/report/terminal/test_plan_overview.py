@@ -154,7 +154,9 @@ def test_a_host_that_is_too_small_for_all_its_ranks_stands_out_and_an_unknown_on
     texts = (" ".join(shown(overview(plan, device=each)).split()) for each in (small, large, device))
     too_small, fits, unknown = texts
     assert max(ranks) < pair - 1
-    assert f"ranks 0 to 1, on one host, need {format_nbytes(pair)} of host memory, and the host has" in too_small
+    assert (
+        f"ranks 0 to 1, on one host, need {format_nbytes(pair)} of host memory, and the host has" in too_small
+    )
     assert "share states instead of replicating them (zero)" in too_small
     assert "the memory of the host is not known: write host_gb in a [device] table" in unknown
     assert f"host memory of rank 0, the fullest: {format_nbytes(ranks[0])}" in fits

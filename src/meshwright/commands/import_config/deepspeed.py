@@ -417,5 +417,5 @@ def alias_options(values: dict[str, Any]) -> dict[str, Any]:
     zero = renamed.get("zero_optimization")
     if isinstance(zero, dict):  # an empty table, or none, is one without a device
         empty = [name for name in ("offload_optimizer", "offload_param") if name in zero and not zero[name]]
-        renamed["zero_optimization"] = {**zero, **dict.fromkeys(empty, {"device": "none"})}
+        renamed["zero_optimization"] = {**zero, **{name: {"device": "none"} for name in empty}}
     return renamed

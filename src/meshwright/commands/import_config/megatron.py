@@ -178,7 +178,7 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
 
 
 def _offloaded(config: Translation) -> tuple[str, ...]:
-    """What rests in host memory and is stepped there: Megatron offloads optimizer states, or a part of them."""
+    """What rests in host memory and is stepped there: of Megatron, optimizer states alone."""
     fraction = config.get("optimizer-offload-fraction", 1.0)
     if not config.get("optimizer-cpu-offload", False):
         for option in ("optimizer-cpu-offload", "optimizer-offload-fraction"):

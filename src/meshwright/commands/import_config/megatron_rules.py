@@ -165,8 +165,8 @@ OTHER_RULES: dict[str, Rule] = {
         harmless=(1.0,),
     ),
     **dropped(
-        "a setting of --optimizer-cpu-offload: host memory is pinned on accelerators, copies overlap with the "
-        "steps of other groups, and PyTorch's fused AdamW steps",
+        "a setting of --optimizer-cpu-offload: host memory is pinned on accelerators, copies overlap with "
+        "the steps of other groups, and PyTorch's fused AdamW steps",
         *("no-pin-cpu-grads", "no-pin-cpu-params", "use-torch-optimizer-for-cpu-offload"),
         "overlap-cpu-optimizer-d2h-h2d",
     ),

@@ -50,9 +50,13 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
         config.add_strategy(**layout.context_strategy)
     if checkpointing is not None:
         config.add_strategy("activation_checkpointing", **checkpointing)
+    # what rests on the host in shards is made by zero, also where one rank has all of them
+    is_alone = layout.dp_replicate == layout.dp_shard == layout.cp == 1 and len(layout.offloaded) > 1
     for axis in ("dp_replicate", "dp_shard"):
-        if vars(layout)[axis] != 1:
+        if vars(layout)[axis] != 1 or (is_alone and axis == "dp_shard"):
             config.add_strategy("batch_split", axis=axis)
+    if is_alone:
+        config.add_strategy("zero", stage=layout.zero_stage, axis="dp_shard")
     _add_storage_strategy(config, layout)
     if layout.offloaded:
         config.add_strategy("offload", what=list(layout.offloaded), step_on="host")

@@ -51,8 +51,8 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         f"{kind.device.name}"
     )
     nearest_axes = ", ".join(axis_texts(config)) or "one device"
-    offload = offload_repair(request)
-    fix = f"{_repair(request)}{f'; or {offload}' if offload else ''}; the nearest configuration is {nearest_axes}"
+    repairs = "; or ".join(filter(None, (_repair(request), offload_repair(request))))
+    fix = f"{repairs}; the nearest configuration is {nearest_axes}"
     return PlanError(
         f"{text} has {to_gib(request.usable_memory):.0f} GiB available", fix=fix, location="search"
     )

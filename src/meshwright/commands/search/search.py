@@ -146,12 +146,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     if options.max_fit:
         limit = _search_model_fits if options.max_fit == "model" else _search_max_fit
         return replace(limit(options, request, kinds), notes=notes)
-    if len(kinds) > 1:
-        found = search_heterogeneous(request, kinds, options.num_kept)
-    elif "offload" in given.names:
-        found = search(request, options.num_kept)
-    else:
-        request, found = search_or_offload(request, options.num_kept)
+    request, found = _search(options, request, kinds, is_offload_given="offload" in given.names)
     if not found.best:
         raise no_result_error(request, found)
     notes = (*notes, *offload_notes(request, found))
@@ -160,6 +155,17 @@ def run_search(options: SearchOptions) -> SearchOutcome:
         found = put_first(found, choice.candidate, options.num_kept)
     comparison = replace(_find_alternatives(request, kinds, found), data_parallel=choice)
     return SearchOutcome(options, request, found, comparison, notes=notes)
+
+
+def _search(
+    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine], *, is_offload_given: bool
+) -> tuple[SearchRequest, SearchResult]:
+    """Searches on one kind of device or on several; on one, offload is proposed unless it is given."""
+    if len(kinds) > 1:
+        return request, search_heterogeneous(request, kinds, options.num_kept)
+    if is_offload_given:
+        return request, search(request, options.num_kept)
+    return search_or_offload(request, options.num_kept)
 
 
 def find_machines(
@@ -376,12 +382,9 @@ def _find_alternatives(
     """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
+    unlimited = replace(request, machine=endless, offload_modes=("none",))
     faster = 0.999 * min(each.seconds for each in found.best)
-    roomy = (
-        next(iter(search(replace(request, machine=endless), 1, max_seconds=faster).best), None)
-        if len(kinds) == 1
-        else None
-    )
+    roomy = next(iter(search(unlimited, 1, max_seconds=faster).best), None) if len(kinds) == 1 else None
     turned: float | None = None
     if (
         best.config.tp > 1

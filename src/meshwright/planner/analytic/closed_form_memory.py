@@ -261,9 +261,7 @@ def _rank_memory(
     kept = tier_memory(states, config, framework, _largest_group_numel(shape, config, stage))
     activations = num_microbatches * (stage.layers * layer.saved + (layer.boundary if config.pp > 1 else 0.0))
     gathered = framework.fixed_buffers + kept.buffers
-    gathered += _gathered_nbytes(
-        shape, config, framework, stage, local_numel + experts, grad_itemsize
-    )
+    gathered += _gathered_nbytes(shape, config, framework, stage, local_numel + experts, grad_itemsize)
     each = framework.logits_fragmentation + (
         framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
     )
@@ -287,9 +285,7 @@ def _largest_group_numel(shape: ModelShape, config: ParallelConfig, stage: Stage
     """The elements that a rank steps of its largest parameter group: of a layer, its experts, or a table."""
     if config.offload == "none":
         return 0.0
-    dense, experts = (
-        (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
-    )
+    dense, experts = (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
     table = shape.embedding_numel if stage.has_embedding or stage.has_head else 0
     largest = max(shape.layer_dense_numel, table) / config.tp / dense
     return max(largest, local_expert_numel(shape, config) / experts)

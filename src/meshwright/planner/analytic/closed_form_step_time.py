@@ -128,9 +128,7 @@ def step_time(
         compute=busy_s - tp_comm_s,
         tp_comm=tp_comm_s,
         pipeline_wait=wait_s + overhead_s,
-        dp_comm=grad_reduce_s(
-            shape, config, machine, PassTime(layers * layer.forward, backward_s)
-        ),
+        dp_comm=grad_reduce_s(shape, config, machine, PassTime(layers * layer.forward, backward_s)),
         optimizer=stepping_s,
         fixed=machine.rates.step_overhead_s,
         host_copies=copies_s,
@@ -336,5 +334,8 @@ def update_s(
         (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
     )
     numel = _local_numel(shape, config) / shards + _rank_expert_numel(shape, config) / expert_shards
-    stepped = SteppedElements(numel, shape.embedding_numel / config.tp / shards)
+    table = shape.embedding_numel / config.tp / shards
+    layer = shape.layer_dense_numel / config.tp / shards
+    experts = local_expert_numel(shape, config) / expert_shards
+    stepped = SteppedElements(numel, table, max(table, layer, experts))
     return update_seconds(stepped, config, machine, device_step_s, backward_s)

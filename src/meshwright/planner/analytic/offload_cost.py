@@ -15,11 +15,13 @@ over rates. A mode says what rests on the host and who steps it (parallel/memory
     host           o; for the host step also g, w (what is rounded, or the shards), and a cast of one group;
                    with shards of g and several microbatches two staging buffers
 
-    R the rate of the host link one way, H that of host memory, e the first and the last group (a table)
+    R the rate of the host link one way, H that of host memory; l the largest group, e the first and the last
+    one (a table)
 
-    device step    max(o / R + o_e / R + step_e,  step + 2 o_e / R)
+    device step    max(o / R + o_l / R + step_l,  step + 2 o_e / R)
     host step      g / R  +  max((g + 2 o + w) / H + w_e / R,  w / R)
-    gradients      (m - 1) x + max(x, g_e / R), x = max(0, g / R - backward),  +  the same without its first term
+    gradients      (m - 1) x + max(x, g_e / R)  +  the second term of the host step,
+                   where x = max(0, g / R - backward)
     everything     as gradients, without w / R; each gather of a layer waits for the copy of its shard
 
 In and out run at once, each at R. The ranks of a host share its memory: what they keep is added up
@@ -59,10 +61,11 @@ class TierMemory:
 
 @dataclass(frozen=True)
 class SteppedElements:
-    """The elements that a rank steps: all, those of its largest group, and those of an embedding."""
+    """The elements that a rank steps: all, those of an embedding, and those of its largest parameter group."""
 
     numel: float
     table_numel: float
+    largest_numel: float
 
 
 def tier_memory(
@@ -107,12 +110,15 @@ def update_seconds(
     link, table_share = machine.device.host_link_rate, stepped.table_numel / stepped.numel
     if config.offload == "device_step":
         copy_s = STATES_NBYTES * stepped.numel / link
-        edge_s = table_share * copy_s
-        total = max(copy_s + edge_s + table_share * device_step_s, device_step_s + 2 * edge_s)
+        # the largest group goes out while all later ones wait; the first comes in and the last goes out alone
+        largest_s = stepped.largest_numel / stepped.numel * (copy_s + device_step_s)
+        total = max(copy_s + largest_s, device_step_s + 2 * table_share * copy_s)
         return device_step_s, total - device_step_s
     itemsize = config.grad_reduce_itemsize
     grads_s, weights_s = itemsize * stepped.numel / link, config.param_gather_itemsize * stepped.numel / link
-    nbytes = itemsize + 2 * STATES_NBYTES + (0 if config.offload == "everything" else config.param_gather_itemsize)
+    nbytes = (
+        itemsize + 2 * STATES_NBYTES + (0 if config.offload == "everything" else config.param_gather_itemsize)
+    )
     step_s = nbytes * stepped.numel / machine.device.host_memory_rate
     if config.shards_on_host:
         exposed_s = max(0.0, grads_s - backward_s)
@@ -131,7 +137,9 @@ def fetch_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine, e
     """
     if config.offload != "everything":
         return 0.0
-    numel = shape.layer_dense_numel / config.tp / config.zero_shard_size + expert_numel / config.expert_shard_size
+    numel = (
+        shape.layer_dense_numel / config.tp / config.zero_shard_size + expert_numel / config.expert_shard_size
+    )
     return config.param_gather_itemsize * numel / machine.device.host_link_rate
 
 

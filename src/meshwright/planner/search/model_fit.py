@@ -3,7 +3,7 @@
 A family keeps the proportions of the given model: depth and width grow together, and with them FFN sizes
 and heads; vocabulary, sequence, width of a head, and the numbers of experts stay.
 
-    member    heads a, in steps that every number of tensor ranks divides      layers L a / a0, hidden h a / a0
+    member    a heads, in steps that every number of tensor ranks divides: L a / a0 layers, hidden size h a / a0
 
     mode           the model that ...
     none           fits on the devices alone
@@ -35,7 +35,7 @@ LEAST_STEPS = 8  # the smallest members that are tried; one of them fits, or non
 
 @dataclass(frozen=True)
 class ModeFit:
-    """The largest model with one mode of offload: its `shape`; None: not even the smallest of the family fits.
+    """The largest model with one mode of offload: its `shape`; None: not even the smallest one fits.
 
     `request` is the search for it, `config` what fits; `best` the fastest, None where rates are not known.
     `host_nbytes`: what the ranks of a host keep in its memory together.

@@ -2,7 +2,7 @@
 
     nothing fits on the devices alone     the same search once more, with every mode that can be priced
     a mode is asked for (offload_modes)   that mode alone; unknown rates are refused
-    a rate is not known                   the modes that need it are named, and no seconds are made up for them
+    a rate is not known                   the modes that need it are named, and get no seconds
     host memory is not known              what the ranks of a host keep there is said, and nothing is refused
 
 A search that finds a configuration without offload does no more work than before: devices are faster than
@@ -50,7 +50,7 @@ def unknown_rates(request: SearchRequest) -> tuple[str, ...]:
 
 
 def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]:
-    """Yields why offload was proposed, which of its modes have no price, and what hosts of unknown memory keep."""
+    """Yields why there is offload, what has no price, and what hosts of unknown memory keep."""
     best, machine = result.best[0], request.machine
     if best.config.offload == "none":
         return
@@ -63,13 +63,13 @@ def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]
     if not machine.device.host_memory:
         needed = format_nbytes(request.host_nbytes(best.config))
         yield (
-            f"the ranks of a host keep {needed} in its memory, which is not known: write host_gb in a [device] "
-            f"table"
+            f"the ranks of a host keep {needed} in its memory, which is not known: write host_gb in a "
+            f"[device] table"
         )
 
 
 def offload_repair(request: SearchRequest) -> str:
-    """Returns how offload would make something fit that has no price yet, or that hosts cannot hold, or ""."""
+    """Returns what is missing for offload to make something fit: a rate, or memory of hosts; otherwise ""."""
     if request.offload_modes != ON_DEVICES:
         return ""
     lacking = unknown_rates(request)

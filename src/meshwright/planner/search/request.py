@@ -83,8 +83,8 @@ class SearchRequest:
         return estimate_host_memory(self.shape, config, self.machine.devices_per_host)
 
     def fits(self, config: ParallelConfig, memory: MemoryEstimate | None = None) -> bool:
-        """Returns whether devices hold `config`, and hosts what their ranks keep there, as far as their memory
-        is known; `memory` is that of the fullest rank, if it was estimated.
+        """Returns whether devices hold `config`, and hosts what their ranks keep there, if their memory is
+        known; `memory` is that of the fullest rank, if it was estimated.
         """
         memory = memory or estimate_memory(self.shape, config)
         if memory.total > self.usable_memory:

@@ -181,9 +181,7 @@ def search(
     if top.candidates or max_seconds < inf:
         return SearchResult(tuple(top.candidates), num_estimated, None)
     misses = [
-        each
-        for each in (min_memory_config(request, mesh) for mesh in meshes)
-        if not request.fits(*each)
+        each for each in (min_memory_config(request, mesh) for mesh in meshes) if not request.fits(*each)
     ]
     return SearchResult((), num_estimated, min(misses, key=lambda each: each[1].total, default=None))
 

@@ -84,7 +84,10 @@ def _device_text(machine: Machine, dtype: str) -> str:
 
 def _host_text(machine: Machine) -> str:
     device = machine.device
-    rates = {"to and from its host": device.host_link_rate, "in the memory of the host": device.host_memory_rate}
+    rates = {
+        "to and from its host": device.host_link_rate,
+        "in the memory of the host": device.host_memory_rate,
+    }
     known = [f"{rate / 1e9:.3g} GB/s {where}" for where, rate in rates.items() if rate]
     memory = f"{device.host_memory / 2**30:,.0f} GiB" if device.host_memory else "of unknown memory"
     return f"each {device.name} has {', '.join(known)}; hosts {memory}"

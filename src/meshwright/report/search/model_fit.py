@@ -7,7 +7,7 @@ from meshwright.planner.search.model_fit import ModeFit
 from meshwright.planner.search.offload_when_needed import unknown_rates
 from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.search_result import result_row, to_gib
-from meshwright.report.table import Column, Table
+from meshwright.report.table import Table
 
 MODE_TEXTS = {
     "none": "nothing on the host",
@@ -50,14 +50,16 @@ def model_fit_table(fits: Sequence[ModeFit], budget: TrainingBudget) -> Table:
         values = {**row, **sizes}
         shown = [_cell(name, form, row, values) for name, form in columns.items()]
         cells.append((MODE_TEXTS[row["mode"]], *shown))
-    device = fits[0].request.machine.device
-    notes = [] if device.host_memory else ["the memory of the host is not known (host_gb in a [device] table)"]
+    count, device = fits[0].request.machine.num_devices, fits[0].request.machine.device
+    notes = (
+        [] if device.host_memory else ["the memory of the host is not known (host_gb in a [device] table)"]
+    )
     lacking = " and ".join(unknown_rates(fits[0].request))
     notes += [f"no price without {lacking} in a [device] table"] if lacking else []
     return Table(
         ["on the host", *(heads.get(name, name) for name in columns)],
         cells,
-        title=f"the largest model of these proportions, on {fits[0].request.machine.num_devices} {device.name}",
+        title=f"the largest model of these proportions, on {count} {device.name}",
         note="; ".join(notes),
     )
 
