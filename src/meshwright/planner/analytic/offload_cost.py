@@ -61,7 +61,7 @@ class TierMemory:
 
 @dataclass(frozen=True)
 class SteppedElements:
-    """The elements that a rank steps: all, those of an embedding, and those of its largest parameter group."""
+    """The elements that a rank steps: all, those of an embedding, those of its largest parameter group."""
 
     numel: float
     table_numel: float
@@ -159,7 +159,9 @@ def is_possible(shape: ModelShape, config: ParallelConfig, mode: OffloadMode) ->
 
 def needed_rates(mode: OffloadMode) -> tuple[Resource, ...]:
     """Returns what has to be known of a host to price `mode`."""
-    return {"none": (), "device_step": ("host link",)}.get(mode, ("host link", "host memory"))
+    if mode == "none":
+        return ()
+    return ("host link",) if mode == "device_step" else ("host link", "host memory")
 
 
 def priced_modes(machine: Machine) -> tuple[OffloadMode, ...]:

@@ -3,7 +3,7 @@
 A family keeps the proportions of the given model: depth and width grow together, and with them FFN sizes
 and heads; vocabulary, sequence, width of a head, and the numbers of experts stay.
 
-    member    a heads, in steps that every number of tensor ranks divides: L a / a0 layers, hidden size h a / a0
+    member    a heads (in steps that tensor ranks divide), L a / a0 layers, hidden size h a / a0
 
     mode           the model that ...
     none           fits on the devices alone
