@@ -71,6 +71,11 @@ class SearchConstraints:
     sizes: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def fixes_offload(self) -> bool:
+        """Whether a mode of offload is given, so that no other is proposed."""
+        return bool(self.names.get("offload"))
+
     def apply(self, request: SearchRequest) -> SearchRequest:
         """Returns `request` with these choices fixed."""
         schedule, algorithm = self.names.get("schedule"), self.names.get("context_parallel")

@@ -146,7 +146,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     if options.max_fit:
         limit = _search_model_fits if options.max_fit == "model" else _search_max_fit
         return replace(limit(options, request, kinds), notes=notes)
-    request, found = _search(options, request, kinds, is_offload_given="offload" in given.names)
+    request, found = _search(options, request, kinds, is_offload_given=given.fixes_offload)
     if not found.best:
         raise no_result_error(request, found)
     notes = (*notes, *offload_notes(request, found))
