@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.commands.predict import prediction_hardware
+from meshwright.commands.predict import device_of, prediction_hardware
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
@@ -195,3 +195,15 @@ def test_a_run_whose_hardware_is_not_known_is_refused_before_a_rank_starts(folde
     assert done.exit_code == 2
     assert "'h1000' is not a known device" in done.output + done.stderr
     assert not (folder / "run").exists()
+
+
+def test_the_device_of_a_plan_is_a_kind_or_that_of_a_device_table_with_its_host(folder: Path):
+    (folder / "node.toml").write_text('[device]\nlike = "h100"\nper_host = 2\nhost_gb = 512\n')
+    found = device_of(str(folder / "node.toml"), 2)
+    assert found is not None
+    assert (found.host_memory, found.devices_per_host) == (512 * 2**30, 2)
+    kind = device_of("h100", 8)
+    assert kind is not None
+    assert (kind.name, kind.host_memory, kind.host_link_rate) == ("H100", 0.0, 63e9)
+    assert device_of("", 1) is None
+    assert device_of(str(folder / "device.toml"), 1) is None

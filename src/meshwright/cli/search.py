@@ -44,7 +44,8 @@ def search(
     price: Annotated[float, typer.Option(help="The price of one device for one hour.", min=0)] = 0.0,
     cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
     fit: Annotated[
-        str, typer.Option(help="Find a limit: the largest batch, sequence or layers, the fewest devices.")
+        str,
+        typer.Option(help="Find a limit: the largest batch, sequence, layers or model, the fewest devices."),
     ] = "",
     calibrate_from: Annotated[
         str, typer.Option("--calibrate-from", help="The folder of a run whose steps correct the estimate.")

@@ -174,6 +174,8 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
     """Combines the results: the timings of the first process, and the jitter of all."""
     device, figures = torch.device(request.kind), dict(vars(found[0]))
     del figures["slices"]
+    if device.type != "cpu":  # AdamW was timed alone, and all devices of a host share its memory
+        figures["host_memory_rate"] /= max(1, torch.accelerator.device_count())
     return DeviceProfile(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         kind=request.kind,
@@ -182,6 +184,7 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
         threads=request.num_threads,
         ranks=request.num_ranks,
         memory=free_and_total_nbytes(device)[1] // request.num_ranks,
+        host_memory=float(psutil.virtual_memory().total),
         straggler_samples=timing_windows([each.slices for each in found]),
         **figures,
     )

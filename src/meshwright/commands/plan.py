@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.commands.predict import NOT_PREDICTED, predict_plan
+from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
@@ -102,8 +101,7 @@ def resolved_view(
     plan, notes = resolved[1].plan, resolved[1].notes
     summary = resolved[1].data_summary()
     if not actions:
-        hardware = plan.run.hardware
-        device = None if is_hardware_file(hardware) else find_device(hardware)
+        device = device_of(plan.run.hardware, plan.mesh.world_size)
         return PlanOverview(plan, summary, prediction, NOT_PREDICTED, device, notes)
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     notes_view = (Text(note, style="green") for note in notes)

@@ -59,6 +59,18 @@ def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTar
     return _on_devices(read_machine(hardware, world), profile, links)
 
 
+def device_of(hardware: str, world: int) -> DeviceSpec | None:
+    """Returns the device whose memory, and whose host, limit a plan; None without `hardware`.
+
+    None also for cores that `bench device` measured, whose memory is a share of that of their host. Raises
+    PlanError with every diagnostic.
+    """
+    profile = find_profile(hardware) if hardware else None
+    if not hardware or (profile is not None and profile.kind == "cpu"):
+        return None
+    return read_machine(hardware, world).device
+
+
 def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> ExecutionTarget:
     """Hosts whose ranks share the cores that were busy during the measurement."""
     cores = profile.ranks * profile.threads

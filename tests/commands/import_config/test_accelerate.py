@@ -70,11 +70,27 @@ def test_no_shard_is_ddp_and_multi_gpu_computes_in_autocast(tmp_path: Path):
     assert (plan.job.precision.parameters, plan.job.precision.compute) == ("float32", "bfloat16")
 
 
-def test_offload_and_hybrid_sharding_are_refused_with_the_repair(tmp_path: Path):
-    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_offload_params: true\n"
-    result = imported(tmp_path, "a.yaml", text + "  fsdp_sharding_strategy: HYBRID_SHARD\n")
+OFFLOADED = {"name": "offload", "what": ["optimizer_states", "gradients", "weights"], "step_on": "host"}
+
+
+def test_offloaded_parameters_rest_and_are_stepped_on_the_host(tmp_path: Path):
+    """CPUOffloadPolicy of FSDP2: parameters, gradients and optimizer states."""
+    text = FSDP_2.replace("fsdp_offload_params: false", "fsdp_offload_params: true")
+    result = imported(tmp_path, "a.yaml", text)
+    assert result.is_complete
+    assert result.document["strategies"][-1] == OFFLOADED
     assert row(result, "fsdp_config.fsdp_offload_params").startswith(
-        "refused: offload is not there -> shard more"
+        "mapped: offload.what = ['optimizer_states'"
+    )
+    assert planned(tmp_path, "b.yaml", text).sharding.tiers.weights == "host"
+
+
+def test_offload_of_activations_and_hybrid_sharding_are_refused_with_the_repair(tmp_path: Path):
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
+    text += "  fsdp_activation_checkpointing_offload: true\n"
+    result = imported(tmp_path, "a.yaml", text + "  fsdp_sharding_strategy: HYBRID_SHARD\n")
+    assert row(result, "fsdp_config.fsdp_activation_checkpointing_offload").startswith(
+        "refused: activations are not offloaded to host memory -> nearest: activation_checkpointing"
     )
     assert "mesh.dp_replicate to the hosts" in row(result, "fsdp_config.fsdp_sharding_strategy")
 
@@ -98,7 +114,36 @@ def test_a_deepspeed_file_that_is_named_is_read_with_it(tmp_path: Path):
     result = imported(tmp_path, "a.yaml", text)
     assert result.document["mesh"] == {"dp_shard": 2}
     assert result.document["train"]["batch"] == 8
-    assert "refused" in row(result, "zero_optimization.offload_optimizer")
+    assert result.document["strategies"][-1] == {**OFFLOADED, "what": ["optimizer_states", "gradients"]}
+    assert row(result, "zero_optimization.offload_optimizer.device").startswith("mapped: offload.what")
+
+
+@pytest.mark.parametrize(
+    ("stage", "devices", "what"),
+    [
+        (3, ("cpu", "cpu"), ["optimizer_states", "gradients", "weights"]),
+        (3, ("cpu", "none"), ["optimizer_states", "gradients"]),
+        (2, ("cpu", "none"), ["optimizer_states", "gradients"]),
+        (3, ("nvme", "nvme"), None),
+        (2, ("none", "none"), None),
+    ],
+)
+def test_the_devices_of_the_deepspeed_plugin_are_mapped_or_refused(
+    tmp_path: Path, stage: int, devices: tuple[str, str], what: list[str] | None
+):
+    text = (
+        f"distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\ndeepspeed_config:\n"
+        f"  gradient_clipping: 1.0\n  offload_optimizer_device: {devices[0]}\n"
+        f"  offload_param_device: {devices[1]}\n  offload_optimizer_nvme_path: /nvme\n  zero_stage: {stage}\n"
+    )
+    result = imported(tmp_path, "a.yaml", text)
+    assert result.is_complete == ("nvme" not in devices)
+    last = result.document["strategies"][-1]
+    assert last == (
+        {**OFFLOADED, "what": what} if what else {"name": "zero", "stage": stage, "axis": "dp_shard"}
+    )
+    if "nvme" in devices:
+        assert "refused: nothing is offloaded to disk" in row(result, "deepspeed_config.offload_param_device")
 
 
 def test_deepspeed_inside_the_file_sets_stage_and_clipping(tmp_path: Path):

@@ -67,13 +67,28 @@ def test_weight_decay_applies_to_norms_and_biases_as_in_one_parameter_group(tmp_
     ("change", "option", "message"),
     [
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer",
-            "refused: offload is not there -> shard more",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device",
+            "refused: nothing is offloaded to disk",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device",
+            "refused: weights rest in host memory with the optimizer states",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},
+            "zero_optimization.offload_optimizer.ratio",
+            "refused: optimizer states rest on the host all together or not at all",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
+            "zero_optimization.zenflow",
+            "refused: every gradient is stepped in its own step",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}},
-            "zero_optimization.offload_param",
+            "zero_optimization.offload_param.device",
             "dropped: this value turns nothing on",
         ),
         (
@@ -160,3 +175,78 @@ def test_mics_and_ulysses_and_autotp_become_axes(tmp_path: Path):
     result = imported(tmp_path, "ds.json", ulysses, devices=8)
     assert result.document["mesh"] == {"dp_replicate": 2, "cp": 2, "tp": 2}
     assert "ulysses" in strategies(result)
+
+
+STATES, GRADIENTS, WEIGHTS = "optimizer_states", "gradients", "weights"
+CPU = {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("zero", "what"),
+    [
+        ({"stage": 1, "offload_optimizer": CPU}, [STATES]),
+        ({"stage": 2, "offload_optimizer": CPU}, [STATES, GRADIENTS]),
+        ({"stage": 2, "cpu_offload": True}, [STATES, GRADIENTS]),
+        ({"stage": 2, "offload_optimizer": CPU, "offload_param": CPU}, [STATES, GRADIENTS]),
+        ({"stage": 3, "offload_optimizer": CPU}, [STATES, GRADIENTS]),
+        ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, [STATES, GRADIENTS, WEIGHTS]),
+        ({"stage": 3, "offload_optimizer": CPU, "mics_shard_size": 2}, [STATES]),
+    ],
+)
+def test_offload_to_the_cpu_rests_and_steps_the_same_on_the_host(
+    tmp_path: Path, zero: dict[str, Any], what: list[str]
+):
+    given = {**ZERO_3, "zero_optimization": zero}
+    result = imported(tmp_path, "ds.json", given, devices=4)
+    assert result.is_complete
+    assert result.document["strategies"][-1] == {"name": "offload", "what": what, "step_on": "host"}
+    plan = planned(tmp_path, "ds.json", {**given, "train_batch_size": 32}, devices=4)
+    assert [each.name for each in plan.strategies if each.name == "offload"]
+    assert plan.sharding.tiers.step == "host"
+
+
+def test_every_option_of_deepspeeds_offload_has_a_verdict(tmp_path: Path):
+    """Those of deepspeed/runtime/zero/offload_config.py, DeepSpeed 0.19."""
+    optimizer = {
+        **{"device": "cpu", "nvme_path": "/nvme", "buffer_count": 4, "pin_memory": True, "ratio": 1.0},
+        **{"pipeline_read": False, "pipeline_write": False, "fast_init": False, "super_offload": True},
+        **{"convert_grad_on_cpu": True, "cpuadam_cores_perc": 0.8},
+    }
+    param = {
+        **{"device": "cpu", "nvme_path": "/nvme", "buffer_count": 5, "buffer_size": 1e8},
+        **{"max_in_cpu": 1e9, "pin_memory": True},
+    }
+    zero = {"stage": 3, "offload_optimizer": optimizer, "offload_param": param}
+    result = imported(tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero}, devices=2)
+    assert result.is_complete
+    name = "zero_optimization.offload_optimizer."
+    assert row(result, f"{name}device") == (
+        "mapped: offload.what = ['optimizer_states', 'gradients', 'weights']; offload.step_on = 'host'; "
+        "the host steps; replicas of shards sum gradients on the device"
+    )
+    assert row(result, f"{name}buffer_count") == "dropped: only with offload to NVMe"
+    assert row(result, f"{name}pin_memory") == "dropped: host memory is pinned on accelerators"
+    assert row(result, f"{name}super_offload").startswith("dropped: how the host steps")
+
+
+@pytest.mark.parametrize("table", [None, {}, {"device": "none"}])
+def test_a_table_of_offload_without_a_device_does_nothing(tmp_path: Path, table: object):
+    zero = {"stage": 2, "offload_optimizer": table}
+    result = imported(tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero}, devices=2)
+    assert row(result, "zero_optimization.offload_optimizer.device") == "dropped: this value turns nothing on"
+    assert strategies(result) == ["batch_split", "zero"]
+
+
+def test_offload_without_a_stage_that_has_it_is_dropped_as_there(tmp_path: Path):
+    zero = {"stage": 1, "offload_optimizer": CPU, "offload_param": CPU}
+    result = imported(tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero}, devices=2)
+    assert row(result, "zero_optimization.offload_param.device").startswith("dropped: only with ZeRO stage 3")
+
+
+def test_one_device_offloads_the_shards_of_a_zero_that_it_has_alone(tmp_path: Path):
+    zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+    plan = planned(
+        tmp_path, "ds.json", {**ZERO_3, "zero_optimization": zero, "train_batch_size": 8}, devices=1
+    )
+    assert [each.name for each in plan.strategies] == ["batch_split", "zero", "offload"]
+    assert plan.sharding.tiers.weights == "host"

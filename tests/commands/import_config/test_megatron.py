@@ -92,7 +92,28 @@ def test_defaults_of_megatron_are_written(tmp_path: Path):
             "expert-model-parallel-size",
             "dropped: this value turns nothing on",
         ),
-        ("--optimizer-cpu-offload", "optimizer-cpu-offload", "refused: offload is not there"),
+        ("--optimizer-cpu-offload", "optimizer-cpu-offload", "mapped: offload.what = ['optimizer_states']"),
+        ("--offload-optimizer-states", "offload-optimizer-states", "mapped: offload.what"),
+        (
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+            "optimizer-offload-fraction",
+            "refused: optimizer states rest on the host all together or not at all",
+        ),
+        (
+            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
+            "overlap-cpu-optimizer-d2h-h2d",
+            "dropped: a setting of --optimizer-cpu-offload",
+        ),
+        (
+            "--cpu-offloading-num-layers 2",
+            "cpu-offloading-num-layers",
+            "refused: activations are not offloaded",
+        ),
+        (
+            "--fine-grained-activation-offloading",
+            "fine-grained-activation-offloading",
+            "refused: activations",
+        ),
         (
             "--rampup-batch-size 16 8 300",
             "rampup-batch-size",
@@ -144,3 +165,24 @@ def test_a_model_that_is_named_replaces_the_arguments(tmp_path: Path):
     assert result.model is None
     assert row(result, "num-layers") == "dropped: the model is that of --model"
     assert result.document["model"]["source"] == str(tmp_path / "m.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step_on"),
+    [
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --overlap-cpu-optimizer-d2h-h2d", "host"),
+        ("--offload-optimizer-states", "device"),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0", None),
+        ("--optimizer-offload-fraction 1.0", None),
+    ],
+)
+def test_optimizer_states_on_the_cpu_are_stepped_where_megatron_steps_them(
+    tmp_path: Path, arguments: str, step_on: str | None
+):
+    """Those of megatron/core/optimizer/optimizer_config.py, 2025."""
+    (tmp_path / "run.sh").write_text(f"{SCRIPT} {arguments}")
+    result = import_config(tmp_path / "run.sh", "", "", "", 0)
+    assert result.is_complete
+    found = [each for each in result.document["strategies"] if each["name"] == "offload"]
+    expected = {"name": "offload", "what": ["optimizer_states"], "step_on": step_on}
+    assert found == ([expected] if step_on else [])

@@ -25,12 +25,18 @@ graph_harvesting tensor_parallel sequence_parallel_size
 ZERO = """
 stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
 allgather_partitions allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint
-offload_param offload_optimizer zenflow sub_group_size cpu_offload_param cpu_offload
+zenflow sub_group_size cpu_offload_param cpu_offload
 stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
 stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
 ignore_unused_parameters round_robin_gradients zero_hpz_partition_size zero_quantized_weights
 zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
 mics_hierarchical_params_gather memory_efficient_linear override_module_apply leaf_module
+offload_optimizer.device offload_optimizer.nvme_path offload_optimizer.buffer_count
+offload_optimizer.pin_memory offload_optimizer.pipeline_read offload_optimizer.pipeline_write
+offload_optimizer.fast_init offload_optimizer.ratio offload_optimizer.super_offload
+offload_optimizer.convert_grad_on_cpu offload_optimizer.cpuadam_cores_perc offload_param.device
+offload_param.nvme_path offload_param.buffer_count offload_param.buffer_size offload_param.max_in_cpu
+offload_param.pin_memory
 """
 MEGATRON = """
 attention-backend kv-channels group-query-attention num-query-groups window-size max-position-embeddings
@@ -42,11 +48,14 @@ weight-decay start-weight-decay weight-decay-incr-style clip-grad adam-beta1 ada
 sgd-momentum muon-momentum muon-scale-mode micro-batch-size batch-size global-batch-size
 rampup-batch-size recompute-activations recompute-granularity no-check-for-nan-in-loss-and-grad
 distribute-saved-activations recompute-method recompute-num-layers recompute-modules
-cpu-offloading-num-layers profile tp-comm-overlap use-cpu-initialization empty-unused-memory-level
+cpu-offloading-num-layers fine-grained-activation-offloading offload-modules
+min-offloaded-tensor-size profile tp-comm-overlap use-cpu-initialization empty-unused-memory-level
 deterministic-mode calculate-per-token-loss train-iters train-samples log-interval exit-interval
 exit-duration-in-mins tensorboard-dir no-masked-softmax-fusion no-bias-gelu-fusion no-rope-fusion
 cross-entropy-loss-fusion use-flash-attn disable-bias-linear add-qkv-bias optimizer
-optimizer-cpu-offload dataloader-type sequence-parallel no-gradient-accumulation-fusion use-mcore-models
+optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload
+overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params offload-optimizer-states
+dataloader-type sequence-parallel no-gradient-accumulation-fusion use-mcore-models
 manual-gc seed data-parallel-random-init init-method-std embedding-init-method-std lr lr-decay-style
 lr-wsd-decay-style lr-decay-iters lr-decay-samples lr-wsd-decay-iters lr-warmup-fraction lr-warmup-iters
 lr-warmup-samples lr-warmup-init min-lr decoupled-lr save save-interval load no-load-optim no-load-rng

@@ -84,7 +84,8 @@ BY_OPERATION = '[activation_checkpoint]\nmode = "selective"\nselective_ac_option
         ),
         ("[parallelism]\nexpert_parallel_degree = 1", "parallelism.expert_parallel_degree", "dropped: this"),
         ('[model]\nconverters = ["float8"]', "model.converters", "refused: float8 products"),
-        ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload", "refused: offload is not"),
+        ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload", "mapped: offload.what"),
+        ("[training]\nenable_cpu_offload = false", "training.enable_cpu_offload", "dropped: this value"),
         ('[lr_scheduler]\ndecay_type = "sqrt"', "lr_scheduler.decay_type", "refused: a sqrt decay"),
         ("[training]\nlocal_batch = 3", "training.local_batch", "unknown: "),
         ('[checkpoint]\ninitial_load_path = "x"', "checkpoint.initial_load_path", "refused: torch DCP"),
@@ -92,6 +93,17 @@ BY_OPERATION = '[activation_checkpoint]\nmode = "selective"\nselective_ac_option
 )
 def test_other_options_are_refused_with_the_repair(tmp_path: Path, text: str, option: str, message: str):
     assert row(imported(tmp_path, "job.toml", text, devices=4), option).startswith(message)
+
+
+def test_cpu_offload_is_everything_on_the_host_where_there_is_fsdp(tmp_path: Path):
+    """CPUOffloadPolicy of FSDP2; torchtitan applies it with FSDP alone."""
+    text = JOB.replace("seq_len = 16", "seq_len = 16\nenable_cpu_offload = true")
+    plan = planned(tmp_path, "job.toml", text.replace("tensor_parallel_degree = 2", ""), devices=4)
+    tiers = plan.sharding.tiers
+    assert (tiers.optimizer_states, tiers.gradients, tiers.weights, tiers.step) == ("host",) * 4
+    one = imported(tmp_path, "one.toml", "[training]\nenable_cpu_offload = true", devices=1)
+    assert row(one, "training.enable_cpu_offload") == "dropped: only with FSDP, as there"
+    assert "offload" not in strategies(one)
 
 
 def test_a_batch_that_depends_on_the_ranks_asks_for_them(tmp_path: Path):

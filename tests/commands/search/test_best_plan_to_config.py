@@ -55,6 +55,8 @@ WISHES = {
     "dualpipe": (2, ("pp=2", "schedule=dualpipe")),
     "ring": (3, ("cp=3", "context_parallel=ring", "zero=3")),
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
+    "states_on_hosts": (2, ("pp=1", "tp=1", "zero=2", "offload=device_step")),
+    "states_of_one_on_its_host": (1, ("offload=device_step",)),
     "experts": (4, ("ep=2", "dp=4", "zero=1")),
     "experts_on_all_axes": (8, ("ep=2", "expert_tp=1", "tp=2", "pp=2", "dp=2")),
     "experts_on_cp_and_tp": (4, ("ep=4", "cp=2", "tp=2", "dp=1")),
@@ -114,7 +116,7 @@ def test_plan_takes_what_was_chosen(tmp_path: Path, search_request: str):
     assert plan.job.train.batch == 12
 
 
-@pytest.mark.parametrize("search_request", ["hsdp", "zb_v"])
+@pytest.mark.parametrize("search_request", ["hsdp", "zb_v", "states_on_hosts"])
 def test_what_was_chosen_equals_one_device(tmp_path: Path, search_request: str):
     path, rest = written(chosen(tmp_path, LLAMA, search_request), tmp_path)
     verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)

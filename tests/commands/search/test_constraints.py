@@ -27,6 +27,8 @@ def test_each_constraint_is_obeyed_by_every_layout_that_is_shown():
     assert {layout.recompute for layout, _ in best("activation_checkpointing=none")} == {"none"}
     assert {layout.virtual_stages for layout, _ in best("virtual_stages=4")} == {4}
     assert all(layout.tp_across_hosts for layout, _ in best("intra_host=dp", "tp=2"))
+    assert {layout.offload for layout, _ in best("offload=device_step")} == {"device_step"}
+    assert {layout.offload for layout, _ in best("offload=none")} == {"none"}
     for name in SCHEDULES:
         found = best(f"schedule={name}")
         assert {schedule for _, schedule in found} == {name}
@@ -46,6 +48,8 @@ def test_a_context_parallel_method_is_used_for_sharded_sequences(method: str, sw
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("offload=host_step",), "offload over the host memory of A100, whose rate is not known"),
+        (("offload=disk",), "offload is 'disk'"),
         (("tp=8", "pp=7"), "pp 7 does not divide 64 devices"),
         (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, which does not match 64 devices"),
         (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, which does not match 64 devices"),

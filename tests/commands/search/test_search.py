@@ -1,6 +1,7 @@
 """The search command: from sizes or a config to a ranked table and a config that resolves; refusals."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from re import findall
@@ -209,3 +210,69 @@ def test_figures_of_links_are_read_for_one_kind_and_refused_for_several():
         run_search(SearchOptions(SMALL, 0, "h100:8", 64, cluster="nowhere.toml"))
     with pytest.raises(PlanError, match=r"--cluster nowhere\.toml on several kinds of devices"):
         run_search(SearchOptions(SMALL, 0, "h100:4,a100:4", 64, cluster="nowhere.toml"))
+
+
+def node(folder: Path, *lines: str) -> str:
+    """A [device] table: an H100 with a host of known memory."""
+    (folder / "node.toml").write_text(
+        "\n".join(['[device]\nlike = "h100"\nhost_memory_gb_s = 40', *lines]) + "\n"
+    )
+    return str(folder / "node.toml")
+
+
+def test_what_fits_nowhere_is_offloaded_to_hosts_and_written(tmp_path: Path):
+    asked = SearchOptions("13b: layers 40 hidden 5120 heads 40", 1, node(tmp_path, "host_gb = 1024"), 8)
+    found, text = run_search(asked), shown(asked)
+    assert "nothing fits without offload to host memory" in text
+    assert "63 GB/s to and from its host, 40 GB/s in the memory of the host; hosts 1,024 GiB" in text
+    assert "each host" in text
+    row = outcome_as_dict(found)["configurations"][0]
+    assert row["host_bytes"] > 12 * 12.8e9
+    assert row["seconds"]["host_copies"] >= 0
+    write_config(found, tmp_path / "plan.toml")
+    request = read_request(tmp_path / "plan.toml", ["--data.source", "b"], STRATEGIES)
+    assert "offload" in [each.name for each in request.strategies or ()]
+    with pytest.raises(PlanError, match="nothing fits"):
+        run_search(replace(asked, constraints=("offload=none",)))
+
+
+def test_a_host_that_is_too_small_is_refused_with_its_numbers(tmp_path: Path):
+    asked = SearchOptions("13b: layers 40 hidden 5120 heads 40", 1, node(tmp_path, "host_gb = 64"), 8)
+    with pytest.raises(PlanError, match="hosts with more memory than 64 GiB"):
+        run_search(asked)
+    with pytest.raises(PlanError, match="no host holds what its ranks keep there") as raised:
+        run_search(replace(asked, constraints=("offload=everything",)))
+    assert "of 64" in str(raised.value)
+    assert "host_gb" in str(raised.value)
+
+
+def test_the_largest_model_of_a_machine_is_found_for_each_mode_with_days_and_cost(tmp_path: Path):
+    asked = SearchOptions(
+        SMALL,
+        1,
+        node(tmp_path, "host_gb = 512"),
+        8,
+        budget=TrainingBudget(1e9, 2.0),
+        max_fit="model",
+        num_kept=2,
+    )
+    found = run_search(asked)
+    said = json.loads(json.dumps(outcome_as_dict(found)))
+    sizes = [row["parameters"] for row in said["models"]]
+    assert [row["mode"] for row in said["models"]] == [
+        *("none", "device_step", "host_step"),
+        *("gradients", "everything"),
+    ]
+    assert sizes == sorted(sizes)
+    assert found.request.shape.numel == sizes[-1]
+    assert all(row["days"] > 0 and row["cost"] > 0 for row in said["models"])
+    text = shown(asked)
+    assert "the largest model of these proportions, on 1 H100 of node.toml" in text
+    write_config(found, tmp_path / "plan.toml")
+    model = json.loads((tmp_path / "plan-model.json").read_text())
+    assert model["num_hidden_layers"] == found.request.shape.layers
+
+
+def test_offload_on_several_kinds_of_devices_is_refused():
+    with pytest.raises(PlanError, match="offload on several kinds of devices"):
+        run_search(SearchOptions(SMALL, 0, "h100:8,a100:8", 64, constraints=("offload=device_step",)))

@@ -147,17 +147,23 @@ def test_a_device_that_fits_what_is_expected_and_not_the_most_stands_out():
     assert prediction_dict(plan, None)["peak_memory_at_most"]
 
 
-def test_a_host_that_is_too_small_stands_out_and_an_unknown_one_is_named():
+def test_a_host_that_is_too_small_for_all_its_ranks_stands_out_and_an_unknown_one_is_named():
     _, plan, _ = offloaded_programs()
-    needed, device = peak_nbytes(plan, 0, "host"), find_device("h100")
-    small, large = (replace(device, host_memory=nbytes) for nbytes in (needed - 1, needed))
+    ranks = [peak_nbytes(plan, rank, "host") for rank in range(3)]
+    pair, device = max(ranks[0] + ranks[1], ranks[2]), replace(find_device("h100"), devices_per_host=2)
+    small, large = (replace(device, host_memory=nbytes) for nbytes in (pair - 1, pair))
     texts = (" ".join(shown(overview(plan, device=each)).split()) for each in (small, large, device))
     too_small, fits, unknown = texts
-    assert "and the host has" in too_small
-    assert "nothing is known of that of the host" in unknown
-    assert f"host memory of rank 0, the fullest: {format_nbytes(needed)}" in fits
+    assert max(ranks) < pair - 1
+    assert (
+        f"ranks 0 to 1, on one host, need {format_nbytes(pair)} of host memory, and the host has" in too_small
+    )
+    assert "share states instead of replicating them (zero)" in too_small
+    assert "the memory of the host is not known: write host_gb in a [device] table" in unknown
+    assert f"host memory of rank 0, the fullest: {format_nbytes(ranks[0])}" in fits
+    assert f"ranks 0 to 1, on one host, {format_nbytes(pair)}" in fits
     assert "and the host has" not in fits
-    assert "nothing is known" not in fits
+    assert "is not known" not in fits
 
 
 def test_what_rests_on_disk_is_said():

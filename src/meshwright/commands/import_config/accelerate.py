@@ -6,8 +6,12 @@ holds the model, the data, the batch and the optimizer: they are listed as missi
 
 from dataclasses import replace
 
+from meshwright.commands.import_config.deepspeed import offloaded_of
 from meshwright.commands.import_config.option_rules import (
-    OFFLOAD,
+    ACTIVATION_OFFLOAD,
+    HOST_STEPS,
+    OFF_TEXT,
+    OFFLOAD_KEYS,
     Rule,
     Translation,
     dropped,
@@ -16,6 +20,7 @@ from meshwright.commands.import_config.option_rules import (
 )
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
+    offloaded_kinds,
     write_autocast,
     write_half_precision,
     write_layout,
@@ -96,10 +101,11 @@ RULES: dict[str, Rule] = {
     **dropped(
         "samples have data.sequence tokens", f"{PC}sp_seq_length_is_variable", f"{PC}sp_attn_implementation"
     ),
-    **refused(
-        *OFFLOAD, f"{FSDP}fsdp_offload_params", f"{DS}offload_optimizer_device", f"{DS}offload_param_device"
+    **dict.fromkeys(
+        (f"{FSDP}fsdp_offload_params", f"{DS}offload_optimizer_device", f"{DS}offload_param_device"),
+        mapped(*OFFLOAD_KEYS, reason=HOST_STEPS),
     ),
-    **refused(*OFFLOAD, f"{FSDP}fsdp_activation_checkpointing_offload"),
+    **refused(*ACTIVATION_OFFLOAD, f"{FSDP}fsdp_activation_checkpointing_offload"),
     **refused("modules are not left out of sharding", "leave it out", f"{FSDP}fsdp_ignored_modules"),
     **refused("float8 products are not there", 'precision.compute = "bfloat16"', "fp8_config"),
     **refused("TPUs are not trained on", "train on GPUs or CPUs", "downcast_bf16"),
@@ -162,8 +168,9 @@ def _layout(config: Translation, ranks: int) -> ParallelLayout:
         return _fsdp_layout(config, size, data, common)
     if kind == "DEEPSPEED":
         stage = int(config.get(f"{DS}zero_stage", 2))
+        offloaded = offloaded_of(config, stage, replicated=False, prefix=DS)
         if stage:
-            return replace(common, dp_shard=data, zero_stage=stage)
+            return replace(common, dp_shard=data, zero_stage=stage, offloaded=offloaded)
         return replace(common, dp_replicate=data)
     if kind not in DDP_TYPES:
         config.refuse(
@@ -193,7 +200,11 @@ def _fsdp_layout(
     if strategy == "NO_SHARD":
         return replace(common, dp_replicate=data)
     gather = "microbatch" if reshard == "FALSE" or strategy in KEEP_GATHERED else "use"
-    return replace(common, dp_replicate=replicate, dp_shard=shard, zero_stage=3, gather=gather)
+    layout = replace(common, dp_replicate=replicate, dp_shard=shard, zero_stage=3, gather=gather)
+    if not config.get(f"{FSDP}fsdp_offload_params", False):
+        config.drop(f"{FSDP}fsdp_offload_params", OFF_TEXT)
+        return layout
+    return replace(layout, offloaded=offloaded_kinds(3, replicated=replicate != 1, weights=True))
 
 
 def _write_precision(config: Translation, layout: ParallelLayout) -> None:

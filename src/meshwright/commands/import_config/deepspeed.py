@@ -7,8 +7,11 @@ decay of norms and biases.
 from typing import Any
 
 from meshwright.commands.import_config.option_rules import (
+    HOST_STEPS,
     LOGGING,
-    OFFLOAD,
+    OFF,
+    OFF_TEXT,
+    OFFLOAD_KEYS,
     Rule,
     Translation,
     dropped,
@@ -18,6 +21,7 @@ from meshwright.commands.import_config.option_rules import (
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     decay_all_parameters,
+    offloaded_kinds,
     write_autocast,
     write_half_precision,
     write_layout,
@@ -37,6 +41,10 @@ DTYPES = {
 DTYPES |= {"float16": "float16", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
 OPTIMIZERS = {**dict.fromkeys(ADAMS, "adamw"), "sgd": "sgd", "lion": "lion", "muon": "muon"}
+OFFLOADS = tuple(
+    f"{ZERO}{option}"
+    for option in ("offload_optimizer.device", "offload_param.device", "cpu_offload", "cpu_offload_param")
+)
 
 RULES: dict[str, Rule] = {
     "train_batch_size": mapped("train.batch"),
@@ -94,7 +102,7 @@ RULES: dict[str, Rule] = {
             f"{ZERO}stage3_{name}"
             for name in ("use_all_reduce_for_fetch_params", "partition_stream_chunk_size")
         ),
-        *(f"{ZERO}{name}" for name in ("mics_hierarchical_params_gather", "cpu_offload_use_pin_memory")),
+        f"{ZERO}mics_hierarchical_params_gather",
         *("disable_allgather", "graph_harvesting", "use_node_local_storage", "compile"),
         *("bf16.immediate_grad_update", "optimizer.params.fused", "optimizer.params.torch_adam"),
         *(
@@ -140,8 +148,33 @@ RULES: dict[str, Rule] = {
         "modules that stay in float32 are chosen by torch's autocast",
         "torch_autocast.lower_precision_safe_modules",
     ),
-    **refused(*OFFLOAD, f"{ZERO}offload_optimizer", f"{ZERO}offload_param", f"{ZERO}cpu_offload"),
-    **refused(*OFFLOAD, f"{ZERO}cpu_offload_param", f"{ZERO}zenflow"),
+    **dict.fromkeys(OFFLOADS, mapped(*OFFLOAD_KEYS, reason=HOST_STEPS)),
+    **dropped(
+        "host memory is pinned on accelerators",
+        *(f"{ZERO}{table}.pin_memory" for table in ("offload_optimizer", "offload_param")),
+        f"{ZERO}cpu_offload_use_pin_memory",
+    ),
+    **dropped(
+        "only with offload to NVMe",
+        *(f"{ZERO}offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "fast_init")),
+        *(f"{ZERO}offload_optimizer.{name}" for name in ("pipeline", "pipeline_read", "pipeline_write")),
+        *(f"{ZERO}offload_param.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
+        f"{ZERO}offload_param.max_in_cpu",
+    ),
+    **dropped(
+        "how the host steps; here it runs PyTorch's fused AdamW, and results are the same",
+        *(f"{ZERO}offload_optimizer.{name}" for name in ("super_offload", "cpuadam_cores_perc")),
+        f"{ZERO}offload_optimizer.convert_grad_on_cpu",
+    ),
+    **refused(
+        "optimizer states rest on the host all together or not at all",
+        "leave it out: all of them rest there",
+        f"{ZERO}offload_optimizer.ratio",
+        harmless=(1.0,),
+    ),
+    **refused(
+        "every gradient is stepped in its own step", "leave it out: offload is exact", f"{ZERO}zenflow"
+    ),
     **refused(*QUANTIZED, f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
     **refused(*QUANTIZED, f"{ZERO}zero_quantized_nontrainable_weights", f"{ZERO}zeropp_loco_param"),
     **refused(
@@ -256,8 +289,54 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
     if stage and mics > 0:
         sizes = {"dp_shard": mics, "dp_replicate": data // mics if devices else -1}
     return ParallelLayout(
-        tp=tp, cp=cp, zero_stage=stage, context_strategy={"name": "ulysses"}, vocab_parallel=False, **sizes
+        tp=tp,
+        cp=cp,
+        zero_stage=stage,
+        offloaded=offloaded_of(config, stage, replicated=bool(stage and mics > 0)),
+        context_strategy={"name": "ulysses"},
+        vocab_parallel=False,
+        **sizes,
     )
+
+
+def offloaded_of(config: Translation, stage: int, *, replicated: bool, prefix: str = ZERO) -> tuple[str, ...]:
+    """Returns what rests in host memory; refuses disks, and weights without the states that step them.
+
+    `prefix` is that of the options: Accelerate has them flat, under names of its own.
+    """
+    separator = "." if prefix == ZERO else "_"
+    found = {
+        table: _offload_device(config, f"{prefix}{table}{separator}device", f"{prefix}{old}")
+        for table, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param"))
+    }
+    for option, least in ((found["offload_optimizer"], 1), (found["offload_param"], 3)):
+        if option and stage < least:
+            config.drop(option, f"only with ZeRO stage {least} or more, as there")
+    states = bool(found["offload_optimizer"]) and stage >= 1
+    weights = bool(found["offload_param"]) and stage == 3
+    if weights and not states:
+        text = "weights rest in host memory with the optimizer states, and the host steps them"
+        config.refuse(found["offload_param"], text, "offload the optimizer to the CPU too, or neither")
+    ratio = f"{prefix}offload_optimizer.ratio"
+    if states and config.get(ratio, 1.0) != 1.0:
+        config.refuse(ratio, config.rules[ratio].reason, config.rules[ratio].fix)
+    return offloaded_kinds(stage, replicated=replicated, weights=weights) if states else ()
+
+
+def _offload_device(config: Translation, option: str, old: str) -> str:
+    """Returns the option by which something rests in host memory; "" if none does. Refuses other tiers."""
+    given = config.get(option, "none")
+    if given == "nvme":
+        text = "nothing is offloaded to disk; host memory can be bounded for each rank: host_gb of offload"
+        config.refuse(option, text, "offload to cpu, or shard over more ranks")
+        return ""
+    if given not in OFF:
+        return option
+    config.drop(option, OFF_TEXT)
+    if config.get(old, False):
+        return old
+    config.drop(old, OFF_TEXT)
+    return ""
 
 
 def _write_optimizer(config: Translation) -> None:
@@ -335,4 +414,8 @@ def alias_options(values: dict[str, Any]) -> dict[str, Any]:
         renamed["bf16"] = renamed.pop("bfloat16")
     if isinstance(renamed.get("zero_optimization"), bool):
         renamed["zero_optimization"] = {"stage": int(renamed["zero_optimization"])}
+    zero = renamed.get("zero_optimization")
+    if isinstance(zero, dict):  # an empty table, or none, is one without a device
+        empty = [name for name in ("offload_optimizer", "offload_param") if name in zero and not zero[name]]
+        renamed["zero_optimization"] = {**zero, **{name: {"device": "none"} for name in empty}}
     return renamed

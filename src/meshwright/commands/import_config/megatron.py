@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.commands.import_config.megatron_model import ARCHITECTURE
 from meshwright.commands.import_config.megatron_rules import OTHER_RULES
-from meshwright.commands.import_config.option_rules import Rule, Translation, mapped
+from meshwright.commands.import_config.option_rules import OFFLOAD_KEYS, Rule, Translation, mapped
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     write_half_precision,
@@ -84,6 +84,8 @@ RULES: dict[str, Rule] = {
     "tokenizer-model": mapped("data.tokenizer"),
     "tensorboard-dir": mapped("run.trackers"),
     "wandb-project": mapped("run.trackers", "run.tracker_project"),
+    "optimizer-cpu-offload": mapped(*OFFLOAD_KEYS, reason="the host steps with PyTorch's fused AdamW"),
+    "offload-optimizer-states": mapped(*OFFLOAD_KEYS, reason="the device steps, group by group"),
     "num-workers": mapped("run.workers"),
     "deterministic-mode": mapped("run.deterministic"),
     **ARCHITECTURE,
@@ -107,6 +109,8 @@ def translate(config: Translation, devices: int) -> None:
     _write_schedule(config, batch)
     _write_precision(config, layout)
     write_layout(config, layout, _checkpointing(config))
+    if config.get("offload-optimizer-states", False) and not layout.offloaded:
+        config.add_strategy("offload", what=["optimizer_states"], step_on="device")
     _write_run(config)
     if "source" in config.document.get("data", {}):
         for option in ("data-path", "train-data-path", "data-args-path", "split", "mock-data"):
@@ -165,11 +169,25 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
         tp=tp,
         zero_stage=stage,
         gather="microbatch" if config.get("torch-fsdp2-no-reshard-after-forward", False) else "use",
+        offloaded=_offloaded(config),
         sequence_parallel=bool(config.get("sequence-parallel", False)),
         context_strategy=_context_strategy(config),
         **_virtual_stages(config, pp),
         **sizes,
     )
+
+
+def _offloaded(config: Translation) -> tuple[str, ...]:
+    """What rests in host memory and is stepped there: of Megatron, optimizer states alone."""
+    fraction = config.get("optimizer-offload-fraction", 1.0)
+    if not config.get("optimizer-cpu-offload", False):
+        for option in ("optimizer-cpu-offload", "optimizer-offload-fraction"):
+            config.drop(option, "only with --optimizer-cpu-offload")
+        return ()
+    if fraction == 0:
+        config.drop("optimizer-cpu-offload", "--optimizer-offload-fraction 0 leaves nothing to it")
+        return ()
+    return ("optimizer_states",)
 
 
 def _context_strategy(config: Translation) -> dict[str, Any]:

@@ -1,13 +1,18 @@
 """Rules of the Megatron-LM arguments that become no key: dropped with a reason, or refused with a repair."""
 
-from meshwright.commands.import_config.option_rules import LOGGING, Rule, dropped, refused
+from meshwright.commands.import_config.option_rules import (
+    ACTIVATION_OFFLOAD,
+    LOGGING,
+    Rule,
+    dropped,
+    refused,
+)
 
 KERNELS = "a kernel or a fusion: the same results but for rounding"
 OVERLAP = "how communication overlaps; here it always does, and results are the same"
 LAUNCHER = "a setting of the launcher: torchrun and `meshwright launch` start the ranks"
 CHECKPOINT = "the format of Megatron's checkpoints; those here reshard between any two plans"
 EXPERTS = "mixture-of-experts models are built by transformers"
-OFFLOAD = "offload is not there", "shard more: --use-distributed-optimizer, more ranks, full recomputation"
 DATA = (
     "Megatron's .bin and .idx files are not read",
     "name the text: --data SOURCE (data.tokenizer tokenizes it)",
@@ -153,16 +158,23 @@ OTHER_RULES: dict[str, Rule] = {
     **dropped("only with --use-precision-aware-optimizer", "main-grads-dtype", "main-params-dtype"),
     **dropped("only with --use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     **dropped("only with selective recomputation", "recompute-modules"),
-    **dropped(
-        "only with --optimizer-cpu-offload",
+    **refused(
+        "optimizer states rest on the host all together or not at all",
+        "leave it out: all of them rest there",
         "optimizer-offload-fraction",
-        "no-pin-cpu-grads",
-        "no-pin-cpu-params",
+        harmless=(1.0,),
     ),
     **dropped(
-        "only with --optimizer-cpu-offload",
-        "use-torch-optimizer-for-cpu-offload",
+        "a setting of --optimizer-cpu-offload: host memory is pinned on accelerators, copies overlap with "
+        "the steps of other groups, and PyTorch's fused AdamW steps",
+        *("no-pin-cpu-grads", "no-pin-cpu-params", "use-torch-optimizer-for-cpu-offload"),
         "overlap-cpu-optimizer-d2h-h2d",
+    ),
+    **dropped(
+        "only with offload of activations",
+        *("offload-modules", "min-offloaded-tensor-size", "activation-offload-fraction"),
+        *("delta-offload-bytes-across-pp-ranks", "cpu-offloading-double-buffering"),
+        *("no-cpu-offloading-double-buffering", "cpu-offloading-retain-pinned-cpu-buffers"),
     ),
     **dropped(
         "of generation",
@@ -238,7 +250,9 @@ OTHER_RULES: dict[str, Rule] = {
         *("muon-tp-mode", "muon-extra-scale-factor"),
     ),
     **refused(
-        *OFFLOAD, "optimizer-cpu-offload", "cpu-offloading-num-layers", "fine-grained-activation-offloading"
+        *ACTIVATION_OFFLOAD,
+        *("cpu-offloading", "cpu-offloading-num-layers", "cpu-offloading-activations"),
+        *("cpu-offloading-weights", "fine-grained-activation-offloading"),
     ),
     **refused(
         *FLOAT8, "fp8-format", "fp8-hybrid", "fp8-e4m3", "fp8-recipe", "fp8-param-gather", "fp4-format"

@@ -19,7 +19,13 @@ TODO_VERDICTS: tuple[Verdict, ...] = ("refused", "unknown")
 OFF = (None, False, 0, "", "none", "None", "no", "NO", {}, [])  # values with which an option does nothing
 # reasons that several formats give
 LOGGING = "changes what is logged, not what is trained"
-OFFLOAD = "offload is not there", "shard more: a higher ZeRO stage, more ranks, activation_checkpointing"
+ACTIVATION_OFFLOAD = (
+    "activations are not offloaded to host memory",
+    "nearest: activation_checkpointing, and offload of optimizer states, gradients and weights",
+)
+OFFLOAD_KEYS = ("offload.what", "offload.step_on")  # what another tool's options of offload become
+HOST_STEPS = "the host steps; replicas of shards sum gradients on the device"
+OFF_TEXT = "this value turns nothing on"
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,7 @@ class Translation:
             text = f"this importer does not know it{hint}"
             return ImportedOption(option, shown, "unknown", text, "look up whether it changes results")
         if rule.verdict == "refused" and _is_harmless(value, rule):
-            return ImportedOption(option, shown, "dropped", "this value turns nothing on")
+            return ImportedOption(option, shown, "dropped", OFF_TEXT)
         if rule.verdict == "mapped" and value == "auto":
             keys = " and ".join(rule.keys) or "the config"
             text = "transformers' Trainer replaces auto by its own arguments, which are not in this file"

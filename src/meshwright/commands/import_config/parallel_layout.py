@@ -12,7 +12,8 @@ class ParallelLayout:
     """The parallelism that another tool's options ask for.
 
     Sizes are numbers of ranks; of the two data-parallel ones one may be -1: what is left. `zero_stage` 0 is
-    DDP. `context_strategy` is the table of the strategy along cp.
+    DDP. `context_strategy` is the table of the strategy along cp. `offloaded`: what rests in host memory and
+    is stepped there.
     """
 
     pp: int = 1
@@ -26,6 +27,7 @@ class ParallelLayout:
     vocab_parallel: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 0
+    offloaded: tuple[str, ...] = ()
     context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
 
@@ -48,10 +50,16 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
         config.add_strategy(**layout.context_strategy)
     if checkpointing is not None:
         config.add_strategy("activation_checkpointing", **checkpointing)
+    # what rests on the host in shards is made by zero, also where one rank has all of them
+    is_alone = layout.dp_replicate == layout.dp_shard == layout.cp == 1 and len(layout.offloaded) > 1
     for axis in ("dp_replicate", "dp_shard"):
-        if vars(layout)[axis] != 1:
+        if vars(layout)[axis] != 1 or (is_alone and axis == "dp_shard"):
             config.add_strategy("batch_split", axis=axis)
+    if is_alone:
+        config.add_strategy("zero", stage=layout.zero_stage, axis="dp_shard")
     _add_storage_strategy(config, layout)
+    if layout.offloaded:
+        config.add_strategy("offload", what=list(layout.offloaded), step_on="host")
 
 
 def _add_storage_strategy(config: Translation, layout: ParallelLayout) -> None:
@@ -68,6 +76,16 @@ def _add_storage_strategy(config: Translation, layout: ParallelLayout) -> None:
     if layout.gather != "use":
         fields["gather"] = layout.gather
     config.add_strategy("zero", **fields)
+
+
+def offloaded_kinds(stage: int, *, replicated: bool, weights: bool) -> tuple[str, ...]:
+    """Returns what rests in host memory where another tool steps shards of ZeRO `stage` on the CPU, and with
+    `weights` keeps their weights there too.
+
+    The shards of gradients rest there from stage 2 on, but with replicas, which sum them on the device.
+    """
+    gradients = ("gradients",) if stage >= 2 and not replicated else ()
+    return ("optimizer_states", *gradients, *(("weights",) if weights and stage == 3 else ()))
 
 
 def write_half_precision(config: Translation, dtype: str, *, reduce: str, gradients: str = "") -> None:

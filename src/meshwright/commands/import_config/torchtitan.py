@@ -7,7 +7,10 @@ differ from those here: bfloat16, a linear decay after 200 warm-up steps, select
 from typing import Any
 
 from meshwright.commands.import_config.option_rules import (
+    HOST_STEPS,
     LOGGING,
+    OFF_TEXT,
+    OFFLOAD_KEYS,
     Rule,
     Translation,
     dropped,
@@ -17,6 +20,7 @@ from meshwright.commands.import_config.option_rules import (
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     decay_all_parameters,
+    offloaded_kinds,
     write_autocast,
     write_half_precision,
     write_layout,
@@ -142,9 +146,7 @@ RULES: dict[str, Rule] = {
     **refused("the evaluation data are torchtitan's own", "set evaluate.source", "validation.dataset_path"),
     **refused(*OTHER_FORMAT, f"{C}initial_load_path", f"{C}initial_load_in_hf", f"{C}exclude_from_loading"),
     **dropped("only with initial_load_path", f"{C}initial_load_model_only"),
-    **refused(
-        "offload is not there", "shard more, or add activation_checkpointing", f"{T}enable_cpu_offload"
-    ),
+    f"{T}enable_cpu_offload": mapped(*OFFLOAD_KEYS, reason=HOST_STEPS),
     **refused("steps stand outside of backward", "leave it out", "optimizer.early_step_in_backward"),
     **refused(*FLOAT8, "model.converters"),
     **dropped(
@@ -253,18 +255,26 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
             f"{P}pipeline_parallel_schedule", text, f"set pipeline.schedule: {', '.join(SCHEDULES.values())}"
         )
     balancer = config.get(f"{P}context_parallel_load_balancer", "headtail")
+    zero_stage = 0 if shard == 1 and cp == 1 else 3
+    offloaded: tuple[str, ...] = ()
+    if zero_stage and config.get(f"{T}enable_cpu_offload", False):  # FSDP2's CPUOffloadPolicy
+        offloaded = offloaded_kinds(zero_stage, replicated=replicate != 1, weights=True)
+    else:
+        is_on = config.get(f"{T}enable_cpu_offload", False)
+        config.drop(f"{T}enable_cpu_offload", "only with FSDP, as there" if is_on else OFF_TEXT)
     return ParallelLayout(
         pp=pp,
         dp_replicate=replicate,
         dp_shard=shard,
         cp=cp,
         tp=tp,
-        zero_stage=0 if shard == 1 and cp == 1 else 3,
+        zero_stage=zero_stage,
         gather="microbatch" if reshard == "never" else "use",
         sequence_parallel=bool(config.get(f"{P}enable_sequence_parallel", True)),
         vocab_parallel=not config.get(f"{P}disable_loss_parallel", False),
         schedule=schedule or "1f1b",
         virtual_stages=2,
+        offloaded=offloaded,
         context_strategy={
             "name": "ring",
             "load_balance": "zigzag" if balancer in ("headtail", "zigzag") else "contiguous",

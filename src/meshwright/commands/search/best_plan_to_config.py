@@ -10,10 +10,17 @@ from itertools import accumulate
 from typing import Any
 
 from meshwright.plan.job.job import Job
-from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.parallel_config import OffloadMode, ParallelConfig
 from meshwright.planner.search.search import Candidate
 
 MAX_WARMUP_STEPS = 2000
+STATES, GRADIENTS = "optimizer_states", "gradients"
+OFFLOAD_FIELDS: dict[OffloadMode, dict[str, Any]] = {
+    "device_step": {"what": [STATES], "step_on": "device"},
+    "host_step": {"what": [STATES], "step_on": "host"},
+    "gradients": {"what": [STATES, GRADIENTS], "step_on": "host"},
+    "everything": {"what": [STATES, GRADIENTS, "weights"], "step_on": "host"},
+}
 
 
 def config_tables(
@@ -111,9 +118,12 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
     yield from [{"name": "batch_split", "axis": "ep"}] if config.ep_dp > 1 else []
     outer, inner = _data_parallel_sizes(config)
     yield from [{"name": "batch_split", "axis": "dp_replicate"}] if outer > 1 else []
-    yield from [{"name": "batch_split", "axis": "dp_shard"}] if inner > 1 or config.ep_dp > 1 else []
-    if config.data_parallel_size > 1:
+    is_sharded = inner > 1 or config.ep_dp > 1 or (config.zero_stage and config.data_parallel_size == 1)
+    yield from [{"name": "batch_split", "axis": "dp_shard"}] if is_sharded else []
+    if config.data_parallel_size > 1 or config.zero_stage:
         yield _storage_strategy(config, outer, inner)
+    if config.offload != "none":
+        yield {"name": "offload", **OFFLOAD_FIELDS[config.offload]}
 
 
 def expert_axes(config: ParallelConfig) -> list[str]:
@@ -145,7 +155,7 @@ def _storage_strategy(config: ParallelConfig, outer: int, inner: int) -> dict[st
     replicate_axis = {"replicate_axis": "dp_replicate"} if outer > 1 else {}
     return {
         "name": "zero",
-        "axis": "dp_shard" if inner > 1 or config.ep_dp > 1 else "cp",
+        "axis": "cp" if config.cp > 1 and inner * config.ep_dp == 1 else "dp_shard",
         "stage": config.zero_stage,
         **replicate_axis,
     }

@@ -11,8 +11,10 @@
     activation_checkpointing    layers or none
     context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
     intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
+    offload                     which model states rest in host memory, and who steps them: none, device_step,
+                                host_step, gradients, everything (planner/analytic/offload_cost.py)
 
-All choices that are not given are searched.
+All choices that are not given are searched; offload only where nothing fits without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +25,10 @@ from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.planner.analytic.parallel_config import (
     DUALPIPE,
     GPIPE,
+    OFFLOAD_MODES,
     ZB_H1,
     ZB_V,
+    OffloadMode,
     ParallelConfig,
     RecomputeMode,
     ScheduleProfile,
@@ -56,6 +60,7 @@ NAME_CHOICES: Mapping[str, Sequence[str]] = {
     "activation_checkpointing": RECOMPUTE_MODES,
     "context_parallel": tuple(CONTEXT_METHODS),
     "intra_host": ("tp", "dp"),
+    "offload": OFFLOAD_MODES,
 }
 
 
@@ -66,11 +71,17 @@ class SearchConstraints:
     sizes: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def fixes_offload(self) -> bool:
+        """Whether a mode of offload is given, so that no other is proposed."""
+        return bool(self.names.get("offload"))
+
     def apply(self, request: SearchRequest) -> SearchRequest:
         """Returns `request` with these choices fixed."""
         schedule, algorithm = self.names.get("schedule"), self.names.get("context_parallel")
         schedules = (schedule,) if schedule else SEARCHED_SCHEDULES
         modes: dict[str, tuple[RecomputeMode, ...]] = {name: (name,) for name in RECOMPUTE_MODES}
+        offloads: dict[str, tuple[OffloadMode, ...]] = {name: (name,) for name in OFFLOAD_MODES}
         pipeline_axes = ("pp",) if schedule or "virtual_stages" in self.sizes else ()
         base_config = replace(request.base_config, tp_across_hosts=self.names.get("intra_host") == "dp")
         return replace(
@@ -81,6 +92,7 @@ class SearchConstraints:
             head_exchange=CONTEXT_METHODS[algorithm] if algorithm else "",
             recompute_modes=modes.get(self.names.get("activation_checkpointing", ""), RECOMPUTE_MODES),
             min_tokens_per_rank=1 if algorithm else request.min_tokens_per_rank,
+            offload_modes=offloads.get(self.names.get("offload", ""), request.offload_modes),
             base_config=base_config,
         )
 

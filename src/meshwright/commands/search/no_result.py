@@ -5,6 +5,7 @@ from dataclasses import replace
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.planner.search.candidates import candidate_meshes, empty_search_diagnostic
 from meshwright.planner.search.max_fit import fits
+from meshwright.planner.search.offload_when_needed import offload_repair
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult
 from meshwright.report.search.search_result import axis_texts, to_gib
@@ -40,12 +41,18 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
             text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="search"
         )
     config, kept = result.nearest_miss
+    if kept.total <= request.usable_memory:  # then hosts are too small
+        needed, has = (to_gib(nbytes) for nbytes in (request.host_nbytes(config), kind.device.host_memory))
+        text = f"no host holds what its ranks keep there: {needed:,.0f} GiB of {has:,.0f}"
+        fix = "use more hosts, hosts with more memory (host_gb), or leave more on the devices (--set offload)"
+        return PlanError(text, fix=fix, location="search")
     text = (
         f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and "
         f"{kind.device.name}"
     )
     nearest_axes = ", ".join(axis_texts(config)) or "one device"
-    fix = f"{_repair(request)}; the nearest configuration is {nearest_axes}"
+    repairs = "; or ".join(filter(None, (_repair(request), offload_repair(request))))
+    fix = f"{repairs}; the nearest configuration is {nearest_axes}"
     return PlanError(
         f"{text} has {to_gib(request.usable_memory):.0f} GiB available", fix=fix, location="search"
     )

@@ -24,8 +24,9 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, compare_data_parallel
+from meshwright.planner.search.offload_when_needed import offload_notes, search_or_offload
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search import Candidate, search
+from meshwright.planner.search.search import Candidate
 from meshwright.report.search.search_result import config_text, data_parallel_reason, to_gib
 from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
@@ -116,9 +117,10 @@ def _search_plan(
     """
     wanted = _search_request(request, devices)
     wanted = replace(wanted, fixed={**wanted.fixed, **(fixed or {})})
-    found = search(wanted, NUM_TRIED)
+    wanted, found = search_or_offload(wanted, NUM_TRIED)
     if not found.best:
         raise no_result_error(wanted, found)
+    notes += offload_notes(wanted, found)
     comparison = compare_data_parallel(wanted, found)
     alone = comparison.candidate if comparison is not None else None
     if comparison is not None and alone is None:

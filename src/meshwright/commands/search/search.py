@@ -52,13 +52,18 @@ from meshwright.planner.search.heterogeneous import (
     slowest_rates_machine,
 )
 from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
+from meshwright.planner.search.model_fit import ModeFit, find_model_fits
+from meshwright.planner.search.offload_when_needed import offload_notes, search_or_offload
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
+from meshwright.report.search.model_fit import model_fit_rows, model_fit_table
 from meshwright.report.search.search_result import SearchAlternatives, result_row, search_dict
 from meshwright.report.search.search_result import search_view as result_view
 from meshwright.run.config.config_and_plan_files import absolute_source
+
+FIT_NAMES = (*FIT_QUANTITIES, "model")
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class SearchOutcome:
     """The request of a search and its result (of a limit: at the limit). `comparison` has the
     alternatives to the best plan.
 
-    `notes` are the sources of the machine's data, and warnings.
+    `model_fits`: the largest models for each mode of offload. `notes` are the sources of the machine's data,
+    and warnings.
     """
 
     options: SearchOptions
@@ -93,6 +99,7 @@ class SearchOutcome:
     result: SearchResult
     comparison: SearchAlternatives
     max_fit: MaxFit | None = None
+    model_fits: tuple[ModeFit, ...] = ()
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -112,11 +119,11 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     kinds, notes = find_machines(options, diagnostics)
     known = not diagnostics
     given = parse_constraints(options.constraints, diagnostics)
-    if options.max_fit and options.max_fit not in FIT_QUANTITIES:
+    if options.max_fit and options.max_fit not in FIT_NAMES:
         diagnostics.append(
             Diagnostic(
                 f"no limit is called '{options.max_fit}'",
-                suggest_name(options.max_fit, FIT_QUANTITIES),
+                suggest_name(options.max_fit, FIT_NAMES),
                 "--fit",
             )
         )
@@ -133,21 +140,32 @@ def run_search(options: SearchOptions) -> SearchOutcome:
             base_config=base_config(one.device.flops),
         )
     )
+    if len(kinds) > 1 and request.offload_modes != ("none",):
+        diagnostics.append(Diagnostic("offload on several kinds of devices", "search for one kind", "--set"))
     raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
-        return replace(_search_max_fit(options, request, kinds), notes=notes)
-    found = (
-        search_heterogeneous(request, kinds, options.num_kept)
-        if len(kinds) > 1
-        else search(request, options.num_kept)
-    )
+        limit = _search_model_fits if options.max_fit == "model" else _search_max_fit
+        return replace(limit(options, request, kinds), notes=notes)
+    request, found = _search(options, request, kinds, is_offload_given=given.fixes_offload)
     if not found.best:
         raise no_result_error(request, found)
+    notes = (*notes, *offload_notes(request, found))
     choice = compare_data_parallel(request, found) if len(kinds) == 1 else None
     if choice is not None and choice.candidate is not None and choice.is_first:
         found = put_first(found, choice.candidate, options.num_kept)
     comparison = replace(_find_alternatives(request, kinds, found), data_parallel=choice)
     return SearchOutcome(options, request, found, comparison, notes=notes)
+
+
+def _search(
+    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine], *, is_offload_given: bool
+) -> tuple[SearchRequest, SearchResult]:
+    """Searches on one kind of device or on several; on one, offload is proposed unless it is given."""
+    if len(kinds) > 1:
+        return request, search_heterogeneous(request, kinds, options.num_kept)
+    if is_offload_given:
+        return request, search(request, options.num_kept)
+    return search_or_offload(request, options.num_kept)
 
 
 def find_machines(
@@ -214,17 +232,20 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
     notes += [
         Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], outcome.block_names)
     ]
-    return Group(*([max_fit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
+    limit: list[RenderableType] = [max_fit_view(outcome.max_fit), ""] if outcome.max_fit else []
+    if outcome.model_fits:
+        limit = [model_fit_table(outcome.model_fits, outcome.options.budget), ""]
+    return Group(*limit, shown, *notes)
 
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
     """Returns the same as plain values."""
     values = search_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
-    return (
-        values
-        | {"notes": list(outcome.notes)}
-        | ({"limit": max_fit_dict(outcome.max_fit)} if outcome.max_fit else {})
-    )
+    if outcome.max_fit:
+        values["limit"] = max_fit_dict(outcome.max_fit)
+    if outcome.model_fits:
+        values["models"] = model_fit_rows(outcome.model_fits, outcome.options.budget)
+    return values | {"notes": list(outcome.notes)}
 
 
 def write_config(outcome: SearchOutcome, path: Path) -> None:
@@ -234,7 +255,7 @@ def write_config(outcome: SearchOutcome, path: Path) -> None:
     """
     options, best = outcome.options, outcome.result.best[0]
     source = absolute_source(options.model)
-    if is_shape_text(options.model):
+    if is_shape_text(options.model) or outcome.model_fits:
         file = path.with_name(f"{path.stem}-model.json")
         text = json.dumps(sizes_to_model_config(outcome.request.shape), indent=1) + "\n"
         _write(file, text, "--out")
@@ -338,6 +359,21 @@ def _search_max_fit(
     )
 
 
+def _search_model_fits(
+    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine]
+) -> SearchOutcome:
+    """The largest models, and the plans of the largest whose steps can be priced."""
+    models = find_model_fits(request)
+    priced = [each for each in models if each.best is not None and each.shape is not None]
+    if not priced:
+        text = f"{request.shape.name}: not even the smallest model of its proportions fits, or has a price"
+        raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
+    largest = max(priced, key=lambda each: each.request.shape.numel)
+    found = search(largest.request, options.num_kept)
+    alternatives = SearchAlternatives(tuple(kinds))
+    return SearchOutcome(options, largest.request, found, alternatives, model_fits=models)
+
+
 def _find_alternatives(
     request: SearchRequest, kinds: Sequence[Machine], found: SearchResult
 ) -> SearchAlternatives:
@@ -346,12 +382,9 @@ def _find_alternatives(
     """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
+    unlimited = replace(request, machine=endless, offload_modes=("none",))
     faster = 0.999 * min(each.seconds for each in found.best)
-    roomy = (
-        next(iter(search(replace(request, machine=endless), 1, max_seconds=faster).best), None)
-        if len(kinds) == 1
-        else None
-    )
+    roomy = next(iter(search(unlimited, 1, max_seconds=faster).best), None) if len(kinds) == 1 else None
     turned: float | None = None
     if (
         best.config.tp > 1

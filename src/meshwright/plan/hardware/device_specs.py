@@ -7,7 +7,8 @@ then a speed is shown in FLOP/s only. Link rates are per device and direction: `
 its own host, `nic_rate` out of it, `host_link_rate` to the memory of its host: 16 lanes of the PCI Express
 generation that its source names (3.0: 15.75, 4.0: 31.5, 5.0: 63 GB/s), for GH200 half of NVLink-C2C's 900
 GB/s, and nothing for a kind for whose link no source was found. The disk and the memory of a host
-(`disk_rate`, `host_memory_rate`, `host_memory`, for each device) are not the device's: a file gives them.
+(`disk_rate` and `host_memory_rate` for each device, `host_memory` for all devices of a host together) are not
+the device's: a file gives them.
 """
 
 import csv
@@ -27,8 +28,8 @@ class DeviceSpec:
     """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, its number of
     compute units, and the most power that it takes (`watts`; 0: no source was found).
 
-    `host_memory` are the bytes of its host's memory, for each device. A rate of 0, a host memory of 0, or 0
-    devices per host, is unknown. `pattern` matches the name that its driver, or a results
+    `host_memory` are the bytes of its host's memory, which all devices of the host share. A rate of 0, a host
+    memory of 0, or 0 devices per host, is unknown. `pattern` matches the name that its driver, or a results
     table, uses.
     """
 

@@ -9,6 +9,7 @@
                                fixed size
     fragmentation              bytes that the allocator has reserved without tensors
     driver_context             of the driver and of communicators: in the device's figure, not in torch's
+    host                       what rests in host memory (offload_cost.py)
 
     experts              saved rows (token and expert) of the busiest rank: k T, times its load
     allocated = N (w + g / shards + o / shards) + in flight x layers x saved + max(block, logits) + gathered
@@ -47,6 +48,7 @@ from typing import NamedTuple
 from meshwright.planner.analytic.expert_time import local_expert_numel, local_rows, max_expert_load
 from meshwright.planner.analytic.memory_coefficients import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.offload_cost import tier_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.roofline import HALF_NBYTES
 
@@ -138,7 +140,7 @@ SCORE_BACKWARD_NBYTES = {"eager": 6, "softmax": 2}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a rank, by category (see the module)."""
+    """Bytes of a rank on its device, by category (see the module), and in the memory of its `host`."""
 
     weights: float
     gradients: float
@@ -149,6 +151,7 @@ class MemoryEstimate:
     gathered_params: float
     fragmentation: float
     driver_context: float
+    host: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -196,6 +199,27 @@ def estimate_memory_at_most(
     return estimate_memory(shape, replace(config, expert_load=max_expert_load(shape, config)), framework)
 
 
+def estimate_host_memory(
+    shape: ModelShape,
+    config: ParallelConfig,
+    ranks_per_host: int,
+    framework: FrameworkMemory = MESHWRIGHT_MEMORY,
+) -> float:
+    """Returns the bytes that the ranks of one host keep in host memory together, of the host with most.
+
+    Ranks are placed on hosts in order: those of a pipeline stage are neighbours.
+    """
+    if config.offload == "none":
+        return 0.0
+    each = [kept.host for _, kept in memory_by_pp_rank(shape, config, framework, range(config.pp))]
+    per_stage = config.num_ranks // config.pp
+    per_host = min(ranks_per_host or config.num_ranks, config.num_ranks)
+    if per_stage >= per_host:
+        return per_host * max(each)
+    stages = per_host // per_stage
+    return per_stage * max(sum(each[first : first + stages]) for first in range(0, config.pp, stages))
+
+
 def memory_by_pp_rank(
     shape: ModelShape,
     config: ParallelConfig,
@@ -234,10 +258,10 @@ def _rank_memory(
         sum(numel * grad_itemsize / shards[1] for numel, shards in parts),
         sum(numel * state_itemsize / shards[0] for numel, shards in parts),
     )
+    kept = tier_memory(states, config, framework, _largest_group_numel(shape, config, stage))
     activations = num_microbatches * (stage.layers * layer.saved + (layer.boundary if config.pp > 1 else 0.0))
-    gathered = framework.fixed_buffers + _gathered_nbytes(
-        shape, config, framework, stage, local_numel + experts, grad_itemsize
-    )
+    gathered = framework.fixed_buffers + kept.buffers
+    gathered += _gathered_nbytes(shape, config, framework, stage, local_numel + experts, grad_itemsize)
     each = framework.logits_fragmentation + (
         framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
     )
@@ -247,11 +271,24 @@ def _rank_memory(
         if logits + freed_blocks > layer.block_backward
         else (layer.block_backward, 0.0, 0.0)
     )
-    allocated = sum(states) + activations + block_backward + logits + gathered
+    left = (kept.weights, kept.gradients, kept.optimizer_states)
+    allocated = sum(left) + activations + block_backward + logits + gathered
     always, tp_context, pp_context = framework.driver_context
     context = always + (tp_context if config.tp > 1 else 0.0) + (pp_context if config.pp > 1 else 0.0)
     fragmentation = (framework.fragmentation - 1) * allocated + freed_blocks
-    return MemoryEstimate(*states, activations, block_backward, logits, gathered, fragmentation, context)
+    return MemoryEstimate(
+        *left, activations, block_backward, logits, gathered, fragmentation, context, kept.host
+    )
+
+
+def _largest_group_numel(shape: ModelShape, config: ParallelConfig, stage: StageLayers) -> float:
+    """The elements that a rank steps of its largest parameter group: of a layer, its experts, or a table."""
+    if config.offload == "none":
+        return 0.0
+    dense, experts = (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
+    table = shape.embedding_numel if stage.has_embedding or stage.has_head else 0
+    largest = max(shape.layer_dense_numel, table) / config.tp / dense
+    return max(largest, local_expert_numel(shape, config) / experts)
 
 
 def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> _LayerMemory:
@@ -336,7 +373,7 @@ def _gathered_nbytes(
     own: float,
     sums: float,
 ) -> float:
-    if config.data_parallel_size == 1 or config.zero_stage < 2:
+    if (config.data_parallel_size == 1 and not config.shards_on_host) or config.zero_stage < 2:
         return 0.0
     layer, table = shape.layer_dense_numel / config.tp, shape.embedding_numel / config.tp
     layer += local_expert_numel(shape, config) if config.expert_shard_size > 1 else 0.0

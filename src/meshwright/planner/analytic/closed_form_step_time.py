@@ -25,6 +25,7 @@ from meshwright.planner.analytic.layer_time import (
     layer_compute,
 )
 from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.offload_cost import SteppedElements, fetch_seconds, update_seconds
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import (
@@ -50,11 +51,13 @@ class StepTime:
     dp_comm: float
     optimizer: float
     fixed: float
+    host_copies: float = 0.0
 
     @property
     def seconds(self) -> float:
         """All of them."""
-        return self.compute + self.tp_comm + self.pipeline_wait + self.dp_comm + self.optimizer + self.fixed
+        on_device = self.compute + self.tp_comm + self.pipeline_wait + self.dp_comm + self.optimizer
+        return on_device + self.fixed + self.host_copies
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,16 @@ def step_time(
     )
     overhead_s = config.num_microbatches * config.virtual_stages * per_microbatch_s
     tp_comm_s = config.num_microbatches * collectives.total * layers
+    backward_s = layers * layer.backward
+    stepping_s, copies_s = update_s(shape, config, machine, backward_s)
     return StepTime(
         compute=busy_s - tp_comm_s,
         tp_comm=tp_comm_s,
         pipeline_wait=wait_s + overhead_s,
-        dp_comm=grad_reduce_s(
-            shape, config, machine, PassTime(layers * layer.forward, layers * layer.backward)
-        ),
-        optimizer=optimizer_s(shape, config, machine),
+        dp_comm=grad_reduce_s(shape, config, machine, PassTime(layers * layer.forward, backward_s)),
+        optimizer=stepping_s,
         fixed=machine.rates.step_overhead_s,
+        host_copies=copies_s,
     )
 
 
@@ -189,8 +193,12 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
 
     And the slowdown of gathers and computation by each other.
     """
-    if config.zero_stage < 3 or config.data_parallel_size == 1:
+    if config.zero_stage < 3 or (config.data_parallel_size == 1 and config.offload != "everything"):
         return PassTime()
+    experts = local_expert_numel(shape, config)
+    fetch_s = fetch_seconds(shape, config, machine, experts)  # a shard comes from the host before its gather
+    if config.data_parallel_size == 1:
+        return PassTime(max(0.0, fetch_s - layer.forward), max(0.0, fetch_s - layer.backward))
     nbytes = HALF_NBYTES * shape.layer_dense_numel / config.tp
     gather_s = all_gather_seconds(
         machine,
@@ -206,10 +214,10 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
         config.dp_stride,
         config.num_ranks,
     )
-    experts = local_expert_numel(shape, config)
     expert_gather_s = _expert_gather_s(config, machine, experts * config.param_gather_itemsize)
-    gather_s += expert_gather_s
-    backward_s += expert_gather_s + _expert_gather_s(config, machine, experts * config.grad_reduce_itemsize)
+    gather_s += expert_gather_s + fetch_s
+    backward_s += fetch_s + expert_gather_s
+    backward_s += _expert_gather_s(config, machine, experts * config.grad_reduce_itemsize)
     if config.gathers_per_param:
         copy_s = (
             PARAMS_PER_LAYER * config.zero_shard_size * machine.rates.kernel_launch_s
@@ -311,3 +319,23 @@ def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> 
         each = ADAMW_NBYTES_PER_PARAM / num_shards + 4 if config.zero_stage else ADAMW_NBYTES_PER_PARAM
         nbytes += numel * each
     return nbytes / (machine.device.memory_rate * machine.rates.memory)
+
+
+def update_s(
+    shape: ModelShape, config: ParallelConfig, machine: Machine, backward_s: float
+) -> tuple[float, float]:
+    """Returns the seconds of the optimizer, on the device or on the host, and those of copies between them
+    that nothing hides; `backward_s` is the backward of a microbatch.
+    """
+    device_step_s = optimizer_s(shape, config, machine)
+    if config.offload == "none":
+        return device_step_s, 0.0
+    shards, expert_shards = (
+        (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
+    )
+    numel = _local_numel(shape, config) / shards + _rank_expert_numel(shape, config) / expert_shards
+    table = shape.embedding_numel / config.tp / shards
+    layer = shape.layer_dense_numel / config.tp / shards
+    experts = local_expert_numel(shape, config) / expert_shards
+    stepped = SteppedElements(numel, table, max(table, layer, experts))
+    return update_seconds(stepped, config, machine, device_step_s, backward_s)

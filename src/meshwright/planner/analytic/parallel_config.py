@@ -7,7 +7,7 @@ It is a plan without parameters, so thousands of them are estimated in a second.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.expert_load import EXPERT_LOAD
@@ -18,6 +18,9 @@ AttentionKernel = Literal["eager", "softmax", "flash1", "flash2", "flash3"]
 RecomputeMode = Literal[
     "none", "attention", "operators", "layers"
 ]  # operators: all but attention and every second matmul
+# model states in host memory, and who steps them (offload_cost.py)
+OffloadMode = Literal["none", "device_step", "host_step", "gradients", "everything"]
+OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class ParallelConfig:
     kernel; `compiled`: so are the operations between matmuls. `recompute`: what backward computes again, in
     `recompute_fraction` of the layers. `overlap_fraction`: the share of tensor and data parallel
     communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
-    by one, each when needed.
+    by one, each when needed. `offload`: what rests in host memory, and who steps it.
 
     `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too (and `cp`, if
     dp has no such divisor), and with sequence parallelism among the tensor ranks as well (parallel folding).
@@ -121,11 +124,17 @@ class ParallelConfig:
     expert_load: float = EXPERT_LOAD
     expert_costs: ExpertCosts = ExpertCosts()
     launches: float = 1.0
+    offload: OffloadMode = "none"
 
     @property
     def num_ranks(self) -> int:
         """All ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shards_on_host(self) -> bool:
+        """Whether shards of gradients rest in host memory: ZeRO makes them, also where one rank has all."""
+        return self.offload in ("gradients", "everything")
 
     @property
     def data_parallel_size(self) -> int:

@@ -97,8 +97,9 @@ class DeviceProfile:
 
     On a CPU, `ranks` processes with `threads` threads each were measured at once: the numbers are those of
     one process, and `memory` is its fraction. `call_s` and `call_backward_s` are the minimum of any
-    operation, forward (recorded for a backward) and backward. The rates of copies to host memory, of disks
-    and of host memory, bytes/s for each process, are not measured: whoever knows one writes it; 0: unknown.
+    operation, forward (recorded for a backward) and backward. `host_link_rate` is that of copies to and from
+    host memory, `host_memory_rate` that of AdamW there, bytes/s for each process; `host_memory` are the bytes
+    of the whole host. The rate of disks is not measured: whoever knows it writes it; 0: unknown.
     """
 
     date: str
@@ -118,6 +119,7 @@ class DeviceProfile:
     host_link_rate: float = 0.0
     disk_rate: float = 0.0
     host_memory_rate: float = 0.0
+    host_memory: float = 0.0
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Returns the seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured
@@ -211,11 +213,10 @@ class DeviceProfile:
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
-        for name in ("host_link_rate", "disk_rate", "host_memory_rate"):
+        for name in ("host_link_rate", "disk_rate", "host_memory_rate", "host_memory"):
+            unit = "bytes" if name == "host_memory" else "bytes per second"
             if not 0 <= vars(self)[name] < inf:
-                yield Diagnostic(
-                    f"{name} {vars(self)[name]}", "write bytes per second, or leave it out", name
-                )
+                yield Diagnostic(f"{name} {vars(self)[name]}", f"write {unit}, or leave it out", name)
         for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "straggler_samples"):
             for number, timing in enumerate(vars(self)[name]):
                 yield from _timing_diagnostics(timing, f"{name}.{number}")

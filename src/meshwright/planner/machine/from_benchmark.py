@@ -31,6 +31,7 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.machine_rates import MachineRates, load_rates
 from meshwright.planner.machine.roofline import matmul_seconds
 
+HOST_FIGURES = ("host_link_rate", "disk_rate", "host_memory_rate", "host_memory")
 FITTED_RATES = ("matmul", "half_rate_dim", "wave_tail")
 RATE_BOUNDS = {"matmul": (1e-3, 2.0), "half_rate_dim": (1.0, 1e4), "wave_tail": (1e-3, 1.0)}
 MIN_ACTIVATION_NBYTES = 1 << 20  # the smallest activation between matmuls
@@ -38,13 +39,16 @@ MAX_BYTES_PER_S = 1e15  # if the time per byte is too short to measure
 
 
 def measured_device(profile: DeviceProfile) -> DeviceSpec:
-    """Returns the measured device: the maker's figures if known.
+    """Returns the measured device: the maker's figures if known, with what was measured of its host.
 
     Else its best measurements, with unknown links.
     """
+    # a CPU is its own host: what leaves it for host memory stays in the same memory
+    names = () if profile.kind == "cpu" else HOST_FIGURES
+    host = {name: vars(profile)[name] for name in names if vars(profile)[name]}
     known = find_device(profile.device)
     if known is not None:
-        return known
+        return replace(known, **host)
     return DeviceSpec(
         name=profile.device,
         pattern=re.escape(profile.device),
@@ -56,9 +60,7 @@ def measured_device(profile: DeviceProfile) -> DeviceSpec:
         devices_per_host=0,
         num_compute_units=profile.threads,
         source=f"bench device, {profile.date}",
-        host_link_rate=profile.host_link_rate,
-        disk_rate=profile.disk_rate,
-        host_memory_rate=profile.host_memory_rate,
+        **host,
     )
 
 
@@ -195,7 +197,8 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
 
 def _check_same_machine(machine: Machine, cluster: Cluster) -> None:
     measured = find_device(cluster.machine)
-    if machine.device in known_devices() and (measured is None or measured.name != machine.device.name):
+    is_known = machine.device.name in [each.name for each in known_devices()]
+    if is_known and (measured is None or measured.name != machine.device.name):
         text = (
             f"the links were measured on {cluster.machine} (over {cluster.transport}), but the devices are "
             f"{machine.device.name}"

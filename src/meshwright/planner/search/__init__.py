@@ -6,5 +6,7 @@ search               the best configurations, in order of step time
 lower_bounds         lower bounds on step time, to skip most configurations
 data_parallel_first  data parallelism alone before what is hardly faster
 heterogeneous        devices of several kinds
-max_fit              the largest batch, sequence or model that fits, the fewest devices
+max_fit              the largest batch, sequence or depth that fits, the fewest devices
+offload_when_needed  model states in host memory, where nothing fits without
+model_fit            the largest model of a family, for each mode of offload
 """

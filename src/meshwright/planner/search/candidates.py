@@ -6,7 +6,7 @@
                      different ones, or with slices of each
     microbatches     every divisor of the samples of a replica
     on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
-                     pipeline schedules
+                     pipeline schedules; where it is asked for, model states in host memory
 
 The least memory of a mesh is known without enumerating its configurations, and larger microbatches need
 more memory.
@@ -19,6 +19,7 @@ from itertools import product
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.mesh import divisors
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.offload_cost import LEAST_ZERO_STAGE, is_possible
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.search.request import SearchRequest
 
@@ -118,9 +119,23 @@ def configs_on_mesh(
                 sized_mesh, zero_stage=zero_stage, zero_group_size=zero_group_size, recompute=recompute
             )
             yield from (
-                (replace(base, schedule_profile=profile, virtual_stages=virtual_stages), schedule)
+                (replace(each, schedule_profile=profile, virtual_stages=virtual_stages), schedule)
+                for each in with_offload(request, base)
                 for schedule, profile, virtual_stages in allowed_schedules
             )
+
+
+def with_offload(request: SearchRequest, config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields `config` with each allowed mode of offload; one rank alone has shards only where a mode needs
+    them.
+    """
+    for mode in request.offload_modes:
+        if config.zero_stage and config.data_parallel_size == 1 and mode not in LEAST_ZERO_STAGE:
+            continue
+        if mode == config.offload:
+            yield config
+        elif is_possible(request.shape, config, mode):
+            yield replace(config, offload=mode)
 
 
 def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
@@ -155,7 +170,7 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
 
 def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[tuple[int, int]]:
     """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
-    stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
+    stages = range(4) if sized_mesh.data_parallel_size > 1 else _stages_of_one(request)
     stages = range(1, 4) if sized_mesh.ep_dp > 1 else stages  # the other weights are sharded along ep too
     for stage in stages:
         if request.fixed.get("zero_stage", stage) != stage:
@@ -176,6 +191,12 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
                 for size in groups
                 if 1 < size < sized_mesh.dp and sized_mesh.dp % size == size % sized_mesh.ep_dp == 0
             )
+
+
+def _stages_of_one(request: SearchRequest) -> tuple[int, ...]:
+    """The ZeRO stages of one data-parallel rank: only those that make the shards of a mode of offload."""
+    stages = {LEAST_ZERO_STAGE.get(mode, 0) for mode in request.offload_modes}
+    return tuple(sorted({0, *stages}))
 
 
 def valid_schedules(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[NamedSchedule]:
@@ -216,17 +237,15 @@ def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> It
             continue
         if request.fixed.get("zero_stage", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
             for recompute in reversed(request.recompute_modes):
-                yield replace(
+                base = replace(
                     sized_mesh, zero_stage=zero_stage, recompute=recompute, schedule_profile=profile
                 )
+                yield from with_offload(request, base)
 
 
 def may_fit(request: SearchRequest, sized_mesh: ParallelConfig) -> bool:
     """Returns whether any configuration of a mesh with its microbatches may fit."""
-    return any(
-        estimate_memory(request.shape, config).total <= request.usable_memory
-        for config in low_memory_configs(request, sized_mesh)
-    )
+    return any(request.fits(config) for config in low_memory_configs(request, sized_mesh))
 
 
 def min_memory_config(

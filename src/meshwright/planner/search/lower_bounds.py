@@ -17,8 +17,9 @@ The search evaluates meshes in the order of their bounds, and stops at the first
 configurations it has kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from meshwright.planner.analytic.closed_form_step_time import (
     MicrobatchTime,
@@ -26,11 +27,11 @@ from meshwright.planner.analytic.closed_form_step_time import (
     grad_reduce_s,
     launch_bound,
     microbatch_time,
-    optimizer_s,
+    update_s,
 )
 from meshwright.planner.analytic.layer_time import PassTime
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.parallel_config import OffloadMode, ParallelConfig, ScheduleProfile
 from meshwright.planner.machine.machine import Machine
 
 LARGE_MICRO_BATCH = 2.0**40  # samples
@@ -136,19 +137,31 @@ def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> Pa
 
 
 def tail_bound_s(
-    shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]
+    shape: ModelShape,
+    mesh: ParallelConfig,
+    machine: Machine,
+    zero_options: Iterable[tuple[int, int]],
+    offload_modes: Sequence[OffloadMode] = ("none",),
 ) -> float:
     """Returns a lower bound on the seconds after the last microbatch.
 
-    These are gradient reduction and the optimizer, with the cheapest of `zero_options`.
+    These are gradient reduction, the optimizer and its copies, with the cheapest of `zero_options` and of
+    `offload_modes`.
     """
     configs = [
-        replace(mesh, zero_stage=zero_stage, zero_group_size=zero_group_size, num_microbatches=1)
+        replace(
+            mesh,
+            zero_stage=zero_stage,
+            zero_group_size=zero_group_size,
+            num_microbatches=1,
+            offload=offload,
+        )
         for zero_stage, zero_group_size in zero_options
+        for offload in offload_modes
     ]
     reduce_s = [
         0.0 if config.overlap_fraction else grad_reduce_s(shape, config, machine, PassTime())
         for config in configs
     ]
-    step_s = [optimizer_s(shape, config, machine) for config in configs]
+    step_s = [sum(update_s(shape, config, machine, inf)) for config in configs]
     return min(map(sum, zip(reduce_s, step_s, strict=True)), default=0.0) + machine.rates.step_overhead_s

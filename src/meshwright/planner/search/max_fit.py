@@ -43,10 +43,10 @@ class NearestMiss:
 
     @property
     def largest_category(self) -> str:
-        """The largest memory category, without driver context and fragmentation."""
+        """The largest memory category of the device, without driver context and fragmentation."""
         categories: dict[str, float] = vars(self.memory)
         return max(
-            (name for name in categories if name not in ("fragmentation", "driver_context")),
+            (name for name in categories if name not in ("fragmentation", "driver_context", "host")),
             key=categories.__getitem__,
         )
 
@@ -80,10 +80,13 @@ def find_max_fit(request: SearchRequest, quantity: str, num_kept: int = 3) -> Ma
 
 def fits(request: SearchRequest) -> bool:
     """Returns whether any configuration fits."""
-    return any(
-        estimate_memory(request.shape, config).total <= request.usable_memory
-        for config in _min_batch_configs(request, fitting=True)
-    )
+    return fitting_config(request) is not None
+
+
+def fitting_config(request: SearchRequest) -> ParallelConfig | None:
+    """Returns the first configuration that fits; None if none does."""
+    found = (config for config in _min_batch_configs(request, fitting=True) if request.fits(config))
+    return next(found, None)
 
 
 def find_nearest_miss(request: SearchRequest) -> NearestMiss | None:
@@ -174,7 +177,7 @@ def _longest_sequence(
         )
 
     low = max(beyond, 2 * mesh.cp - 1) // step + 1
-    return _bisect(enough, low) * step if enough(low) else 0
+    return largest_number(enough, low) * step if enough(low) else 0
 
 
 def _max_layers(request: SearchRequest, num_kept: int) -> MaxFit | None:
@@ -187,7 +190,7 @@ def _max_layers(request: SearchRequest, num_kept: int) -> MaxFit | None:
     )
     if not min_layers:
         return None
-    layers = _bisect(lambda layers: fits(request_for(layers)), min_layers)
+    layers = largest_number(lambda layers: fits(request_for(layers)), min_layers)
     return MaxFit(
         "layers",
         layers,
@@ -211,7 +214,7 @@ def _max_batch(request: SearchRequest, num_kept: int) -> MaxFit | None:
             samples_per_unit = mesh.dp * num_microbatches
             min_micro_batch = best[0] // samples_per_unit + 1 if best else 1
             if fixed_micro_batch is None and _fits_memory(request, config, min_micro_batch):
-                micro_batch = _bisect(partial(_fits_memory, request, config), min_micro_batch)
+                micro_batch = largest_number(partial(_fits_memory, request, config), min_micro_batch)
                 best = (
                     micro_batch * samples_per_unit,
                     (micro_batch + 1) * samples_per_unit,
@@ -243,14 +246,11 @@ def _max_batch(request: SearchRequest, num_kept: int) -> MaxFit | None:
 
 
 def _fits_memory(request: SearchRequest, config: ParallelConfig, micro_batch: float = 0) -> bool:
-    return (
-        estimate_memory(request.shape, replace(config, micro_batch=micro_batch or config.micro_batch)).total
-        <= request.usable_memory
-    )
+    return request.fits(replace(config, micro_batch=micro_batch or config.micro_batch))
 
 
-def _bisect(enough: Callable[[int], bool], low: int) -> int:
-    """The largest number that satisfies `enough`, given that `low` does: doubling, then bisection."""
+def largest_number(enough: Callable[[int], bool], low: int) -> int:
+    """Returns the largest number that satisfies `enough`, given that `low` does: doubling, then bisection."""
     high = 2 * low
     while high < SEARCH_LIMIT and enough(high):
         low, high = high, 2 * high

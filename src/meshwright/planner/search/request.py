@@ -16,8 +16,19 @@ from math import prod
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.planner.analytic.closed_form_memory import (
+    MemoryEstimate,
+    estimate_host_memory,
+    estimate_memory,
+)
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import ParallelConfig, RecomputeMode, ScheduleProfile
+from meshwright.planner.analytic.offload_cost import needed_rates
+from meshwright.planner.analytic.parallel_config import (
+    OffloadMode,
+    ParallelConfig,
+    RecomputeMode,
+    ScheduleProfile,
+)
 from meshwright.planner.machine.machine import Machine
 
 MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a sequence on a rank
@@ -41,8 +52,8 @@ class SearchRequest:
     `recompute_modes`: the modes to try. `single_wave`: no more microbatches than pp ranks.
     `min_tokens_per_rank`: cp leaves at least so many tokens of a sequence on a rank. `max_positions`: the
     longest sequence, for a model with learned positions (0: no limit). `devices_by_kind`: the numbers of
-    devices of several kinds; each replica is on one kind. `base_config`: what all configurations have in
-    common (dtype, kernels, rank order).
+    devices of several kinds; each replica is on one kind. `offload_modes`: what may rest in
+    host memory. `base_config`: what all configurations have in common (dtype, kernels, rank order).
     """
 
     shape: ModelShape
@@ -59,12 +70,27 @@ class SearchRequest:
     min_tokens_per_rank: int = MIN_TOKENS_PER_RANK
     max_positions: int = 0
     devices_by_kind: tuple[int, ...] = ()
+    offload_modes: tuple[OffloadMode, ...] = ("none",)
     base_config: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
     def usable_memory(self) -> float:
         """Bytes of a device that a plan may use."""
         return USABLE_MEMORY_FRACTION * self.machine.device.memory
+
+    def host_nbytes(self, config: ParallelConfig) -> float:
+        """Returns the bytes that the ranks of a host keep in its memory together, on the fullest host."""
+        return estimate_host_memory(self.shape, config, self.machine.devices_per_host)
+
+    def fits(self, config: ParallelConfig, memory: MemoryEstimate | None = None) -> bool:
+        """Returns whether devices hold `config`, and hosts what their ranks keep there, if their memory is
+        known; `memory` is that of the fullest rank, if it was estimated.
+        """
+        memory = memory or estimate_memory(self.shape, config)
+        if memory.total > self.usable_memory:
+            return False
+        has = self.machine.device.host_memory
+        return config.offload == "none" or not has or self.host_nbytes(config) <= has
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields what is invalid or contradictory in it."""
@@ -97,6 +123,18 @@ class SearchRequest:
         yield from valid_request._batch_diagnostics() if self.batch > 0 else ()
         yield from valid_request._zero_diagnostics()
         yield from valid_request._schedule_diagnostics()
+        yield from self._offload_diagnostics()
+
+    def _offload_diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields the rates without which a mode of offload has no price."""
+        device = self.machine.device
+        known = {"host link": device.host_link_rate, "host memory": device.host_memory_rate}
+        needed = {each for mode in self.offload_modes for each in needed_rates(mode)}
+        for resource in sorted(each for each in needed if not known[each]):
+            text = f"offload over the {resource} of {device.name}, whose rate is not known"
+            key = f"{resource.replace(' ', '_')}_gb_s"
+            fix = f"write {key} in a [device] table (docs/howto/choose_a_plan.md)"
+            yield Diagnostic(text, fix, "offload")
 
     def _axis_diagnostics(self) -> Iterator[Diagnostic]:
         count = self.machine.num_devices

@@ -23,7 +23,7 @@ from meshwright.planner.analytic.closed_form_step_time import (
     microbatch_time,
     step_time,
 )
-from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, ParallelConfig, ScheduleProfile
 from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,
@@ -81,6 +81,7 @@ class Candidate:
             config.virtual_stages,
             config.zero_stage,
             config.zero_group_size,
+            OFFLOAD_MODES.index(config.offload),
         )
         return float(f"{self.seconds:.10g}"), round(self.memory.total), *simplicity
 
@@ -180,9 +181,7 @@ def search(
     if top.candidates or max_seconds < inf:
         return SearchResult(tuple(top.candidates), num_estimated, None)
     misses = [
-        each
-        for each in (min_memory_config(request, mesh) for mesh in meshes)
-        if each[1].total > request.usable_memory
+        each for each in (min_memory_config(request, mesh) for mesh in meshes) if not request.fits(*each)
     ]
     return SearchResult((), num_estimated, min(misses, key=lambda each: each[1].total, default=None))
 
@@ -295,7 +294,7 @@ class HomogeneousEstimator:
             if step.seconds > top.cutoff_s:
                 continue
             memory = estimate_memory(request.shape, config)
-            if memory.total <= request.usable_memory:
+            if request.fits(config, memory):
                 top.add(Candidate(config, schedule, step, memory))
         return num_estimated
 
@@ -312,6 +311,6 @@ class HomogeneousEstimator:
         if key not in self._tail_bounds:
             request = self._request
             self._tail_bounds[key] = tail_bound_s(
-                request.shape, mesh, request.machine, zero_options(request, mesh)
+                request.shape, mesh, request.machine, zero_options(request, mesh), request.offload_modes
             )
         return self._tail_bounds[key]

@@ -33,6 +33,10 @@ def _summary(profile: DeviceProfile) -> Table:
         ),
         ("kernel call", f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"),
     ]
+    if profile.host_link_rate and profile.host_memory_rate:
+        link, adamw = profile.host_link_rate / 1e9, profile.host_memory_rate / 1e9
+        text = f"{link:.3g} GB/s to and from it, AdamW at {adamw:.3g} GB/s"
+        rows.append(("host", f"{text}, {format_nbytes(round(profile.host_memory))}"))
     if profile.straggler_samples:
         shares = (
             f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.straggler_samples

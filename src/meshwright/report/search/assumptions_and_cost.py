@@ -17,6 +17,13 @@ from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequ
 from meshwright.report.table import Column, Table
 
 KERNEL_TEXTS = {"eager": "unfused attention", "softmax": "attention with a fused softmax"}
+OFFLOAD_TEXTS = {  # of a configuration; empty: nothing rests on the host
+    "none": "",
+    "device_step": "optimizer states on the host",
+    "host_step": "optimizer states on the host and stepped there",
+    "gradients": "optimizer states and gradients on the host",
+    "everything": "all model states on the host",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ def assumptions(
         )
     for machine in machines:
         yield machine.device.name, _device_text(machine, config.dtype)
+    if request.offload_modes != ("none",):
+        yield "offload", _host_text(request.machine)
     yield (
         "accuracy",
         f"estimated in closed form; the mean error on published runs is about "
@@ -71,6 +80,17 @@ def _device_text(machine: Machine, dtype: str) -> str:
     if machine.num_devices > machine.devices_per_host:
         links += f", {machine.nic_rate(1) / 1e9:.3g} GB/s out of it"
     return f"{memory}, {compute}, {links}"
+
+
+def _host_text(machine: Machine) -> str:
+    device = machine.device
+    rates = {
+        "to and from its host": device.host_link_rate,
+        "in the memory of the host": device.host_memory_rate,
+    }
+    known = [f"{rate / 1e9:.3g} GB/s {where}" for where, rate in rates.items() if rate]
+    memory = f"{device.host_memory / 2**30:,.0f} GiB" if device.host_memory else "of unknown memory"
+    return f"each {device.name} has {', '.join(known)}; hosts {memory}"
 
 
 def cost_values(

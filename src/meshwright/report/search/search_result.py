@@ -20,6 +20,7 @@ from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, DataPa
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult
 from meshwright.report.search.assumptions_and_cost import (
+    OFFLOAD_TEXTS,
     TrainingBudget,
     assumptions,
     cost_table,
@@ -35,6 +36,7 @@ TIME_CATEGORIES = {
     "pipeline_wait": "pipeline bubble",
     "dp_comm": "data-parallel communication",
     "optimizer": "optimizer step",
+    "host_copies": "copies to and from the host",
     "fixed": "fixed cost per step",
 }
 # categories of memory on the rank that uses most; what a block's backward needs counts as activations
@@ -332,6 +334,7 @@ def config_text(candidate: Candidate) -> str:
     words += [
         {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
+    words += [OFFLOAD_TEXTS[config.offload]]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
     words += [
         f"{_count(config.num_microbatches, 'micro-batch', 'es')} x {_count(config.micro_batch, 'sequence')}"
@@ -389,6 +392,7 @@ def result_row(
         "seconds": asdict(candidate.step),
         "bytes": {part: category_nbytes(candidate.memory, part) for part in MEMORY_CATEGORIES},
         "peak_bytes": candidate.memory.total,
+        "host_bytes": request.host_nbytes(candidate.config),
         "peak_bytes_at_most": estimate_memory_at_most(request.shape, candidate.config).total,
     }
     if budget.num_tokens:
@@ -415,9 +419,19 @@ def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_states": "states", "total": "total"}
     if any(row["peak_bytes_at_most"] > row["peak_bytes"] for row in rows):
         heads["at_most"] = "at most"
+    if any(row["host_bytes"] for row in rows):
+        heads["host"] = "each host"
     return _number_rows(
         {name: Column(head, _gib) for name, head in heads.items()},
-        [{**row["bytes"], "total": row["peak_bytes"], "at_most": row["peak_bytes_at_most"]} for row in rows],
+        [
+            {
+                **row["bytes"],
+                "total": row["peak_bytes"],
+                "at_most": row["peak_bytes_at_most"],
+                "host": row["host_bytes"],
+            }
+            for row in rows
+        ],
         title="memory in GiB, on the rank that uses most",
     )
 

@@ -27,8 +27,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import MESH_AXES, Mesh, in_mesh_order
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.planner.machine.machine import MAX_ASSUMED_HOST
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.planner.program_cost.rank_memory import peak_nbytes, peak_nbytes_by_category
+from meshwright.planner.program_cost.rank_memory import fullest_host, peak_nbytes_by_category
 from meshwright.report.table import COLUMN_GAP, Column, Table
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
@@ -37,7 +38,6 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
     at_most_text,
     busiest_rank,
     expected_text,
-    first_ranks,
     fullest_rank,
 )
 from meshwright.report.terminal.prediction import (
@@ -79,12 +79,12 @@ MAY_BE_TOO_LARGE = (
     "checkpoint_load of expert_parallel to 1, use a smaller micro_batch, or more ranks along ep or dp_shard"
 )
 TOO_LARGE_ON_HOST = (
-    "a rank needs {} of host memory, and the host has {} for each device: shard over more ranks (zero, "
-    "dp_shard), leave more on the device (strategies.offload.what), or on disk (disk_offload)"
+    "{} {} of host memory, and the host has {} (host_gb): use more hosts, share states instead of "
+    "replicating them (zero), or leave more on the device (strategies.offload.what) or on disk (disk_offload)"
 )
 UNKNOWN_HOST = (
-    "a rank needs {} of host memory, and nothing is known of that of the host: set host_gb of offload or "
-    "disk_offload, or in a [device] table"
+    "{} {} of host memory, and the memory of the host is not known: write host_gb in a [device] table, "
+    "or bound that of each rank (host_gb of offload, disk_offload or activation_offload)"
 )
 MORE = "--actions shows dtypes, memory of other ranks, stages and every action"
 
@@ -169,16 +169,26 @@ class PlanOverview:
         yield from (Text(f"warning: {warning}", style="yellow") for warning in warnings)
         yield from (Text(f"note: {note}", style=style) for note, style in found)
 
+    @cached_property
+    def _host(self) -> tuple[range, int]:
+        """The ranks of the host on which most is kept in host memory, and the bytes of them together.
+
+        If the number of devices on a host is not known, as many ranks as one host has slots for share it.
+        """
+        known = 0 if self.device is None else self.device.devices_per_host
+        return fullest_host(self.plan, known or MAX_ASSUMED_HOST)
+
     def _host_notes(self) -> Iterator[tuple[str, str]]:
-        """Yields whether the host has the memory that a rank needs, or that this is not known."""
-        needed = max(peak_nbytes(self.plan, rank, "host") for rank in first_ranks(self.plan))
-        if not needed or self.device is None:
+        """Yields whether a host has the memory that its ranks need together, or that this is not known."""
+        ranks, needed = self._host
+        if self.device is None or not needed:
             return
+        who = f"{_host_text(ranks)} need{'' if len(ranks) > 1 else 's'}"
         if not self.device.host_memory:
-            yield UNKNOWN_HOST.format(format_nbytes(needed)), ""
+            yield UNKNOWN_HOST.format(who, format_nbytes(needed)), ""
         elif needed > self.device.host_memory:
             has = format_nbytes(self.device.host_memory)
-            yield TOO_LARGE_ON_HOST.format(format_nbytes(needed), has), "bold red"
+            yield TOO_LARGE_ON_HOST.format(who, format_nbytes(needed), has), "bold red"
 
     def _memory_bars(self) -> Iterator[RenderableType]:
         rank, total = self._fullest
@@ -210,6 +220,8 @@ class PlanOverview:
             texts = (f"{key.replace('_', ' ')} {format_nbytes(n)}" for key, n in by_category.items())
             head = f"{name} {where}: {format_nbytes(sum(by_category.values()))}"
             yield Text(f"{head} ({', '.join(texts)})", style="bold")
+            if tier == "host" and len(self._host[0]) > 1:
+                yield Text(f"  {_host_text(self._host[0])} {format_nbytes(self._host[1])}")
 
     def _sent_bars(self) -> Iterator[RenderableType]:
         rows = _sent_rows(self.plan)
@@ -243,6 +255,10 @@ class PlanOverview:
                 if (share := value / slowest.seconds)
             ],
         )
+
+
+def _host_text(ranks: range) -> str:
+    return f"ranks {ranks[0]} to {ranks[-1]}, on one host," if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def mesh_text(mesh: Mesh) -> str:

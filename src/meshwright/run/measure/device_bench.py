@@ -11,6 +11,7 @@ quartiles is the spread.
     elementwise_ops  operations that compute much for each number (tanh, random numbers ...)
     call             a chain of operations on one number
     slices           matrix products, one after another: the jitter of the device
+    host             copies between host and device, and AdamW on the host (host_bench.py)
 
 Most elementwise operations take the time of their memory traffic. On a CPU a tanh takes ten times as long
 and a random number twenty times: GPT-2's activation is a seventh of its forward there. Each is timed on
@@ -34,6 +35,7 @@ from meshwright.planner.machine.device_profile import (
     MatmulTiming,
     MemoryOpTiming,
 )
+from meshwright.run.measure.host_bench import host_rates
 from meshwright.run.measure.jitter import time_slices
 from meshwright.run.measure.operation_timer import (
     UNCACHED_NBYTES,
@@ -149,7 +151,7 @@ MEMORY_NBYTES = tuple(
 @dataclass(frozen=True)
 class DeviceTimings:
     """The measurements of a device; seconds of a call forward and backward, and of consecutive slices of
-    work.
+    work; bytes per second to and from its host, and of AdamW there.
     """
 
     matmuls: tuple[MatmulTiming, ...]
@@ -159,6 +161,8 @@ class DeviceTimings:
     slices: tuple[float, ...]
     call_s: float
     call_backward_s: float
+    host_link_rate: float = 0.0
+    host_memory_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,8 +225,9 @@ def time_device(
     numel, operations = compute_heavy_operations(device)
     computed = compute_heavy_points(time_operations(watch, operations), numel, median(forwards))
     found = tuple(products), tuple(attention), tuple(moved), tuple(computed)
+    rates = host_rates(watch, quick=quick)
     return DeviceTimings(
-        *found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards)
+        *found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards), *rates
     )
 
 

@@ -19,7 +19,7 @@
         host_link_gb_s = 63              1e9 bytes per second between it and its host's memory, one way
         disk_gb_s = 3                    1e9 bytes per second of its host's disks, for each device
         host_memory_gb_s = 40            1e9 bytes per second of its host's memory, for each device
-        host_gb = 256                    GiB of its host's memory, for each device
+        host_gb = 2048                   GiB of its host's memory, which all devices of the host share
 
         [rates]                          the fractions of these peaks that it reaches, where you know them
 
@@ -89,7 +89,7 @@ MAX_VALUES = {  # larger values are in another unit
     "host_link_gb_s": (1e4, "1e9 bytes per second: 63 for an H100"),
     "disk_gb_s": (1e4, "1e9 bytes per second: 3 for a fast disk"),
     "host_memory_gb_s": (1e5, "1e9 bytes per second: 40 for each of 8 devices"),
-    "host_gb": (1e5, "GiB: 256 for each of 8 devices of a host with 2 TiB"),
+    "host_gb": (1e6, "GiB: 2048 for a host with 2 TiB, whatever the number of its devices"),
 }
 DEVICE_FIELDS = {
     "memory_gb": "memory",

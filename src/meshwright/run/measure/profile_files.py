@@ -6,7 +6,8 @@ device.toml is written by `meshwright bench device` for people, and read by the 
     format, version                                                 of the file: plan/job/file_format.py
     date, kind, device, torch, threads, ranks, memory               what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
-    host_link_rate, disk_rate, host_memory_rate                     bytes/s, where somebody wrote them
+    host_link_rate, host_memory_rate, host_memory                   copies, AdamW, bytes/s; the host's bytes
+    disk_rate                                                       bytes/s, where somebody wrote it
     matmuls, attention, memory_ops, elementwise_ops, straggler_samples    the measurements:
                                                                     planner/machine/device_profile.py
 """

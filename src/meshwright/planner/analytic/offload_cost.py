@@ -1,0 +1,170 @@
+"""Offload to host memory in closed form: what leaves the device, what a host keeps, what the copies take.
+
+Why it works: model states are read and written once per step, in a known order, so what they take is bytes
+over rates. A mode says what rests on the host and who steps it (parallel/memory/offload.py):
+
+    mode           rests on the host           steps     on the device      copied per step, m microbatches
+    none           --                          device    w + g + o
+    device_step    o                           device    w + g + buffers    o in, o out
+    host_step      o                           host      w + g              g out, w in
+    gradients      o and shards of g           host      w                  m g out, w in
+    everything     o, shards of g and of w     host      blocks             m g out, w in for each use
+
+    w, g, o        bytes of what a rank steps: weights, gradients, masters and optimizer states
+    buffers        three of the largest group
+    host           o; for the host step also g, w (what is rounded, or the shards), and a cast of one group;
+                   with shards of g and several microbatches two staging buffers
+
+    R the rate of the host link one way, H that of host memory; l the largest group, e the first and the last
+    one (a table)
+
+    device step    max(o / R + o_l / R + step_l,  step + 2 o_e / R)
+    host step      g / R  +  max((g + 2 o + w) / H + w_e / R,  w / R)
+    gradients      (m - 1) x + max(x, g_e / R)  +  the second term of the host step,
+                   where x = max(0, g / R - backward)
+    everything     as gradients, without w / R; each gather of a layer waits for the copy of its shard
+
+In and out run at once, each at R. The ranks of a host share its memory: what they keep is added up
+(`estimate_host_memory` of closed_form_memory.py).
+
+Limits: AdamW with 16-bit weights and gradients and float32 masters. Gradients of tied embeddings on several
+pipeline ranks, of replicas of shards, and of norms that tensor ranks sum, stay on the device: no shards of
+theirs rest on the host.
+Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
+2104.07857.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.plan.hardware.streams import Resource
+from meshwright.planner.analytic.memory_coefficients import FrameworkMemory
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, OffloadMode, ParallelConfig
+from meshwright.planner.machine.machine import Machine
+
+NUM_STATE_BUFFERS = 3  # of the device step: one is fetched ahead, one stepped, one copied back
+NUM_STAGING_BUFFERS = 2
+MASTER_NBYTES, STATES_NBYTES = 4, 12  # of an element: the master; it and two moments
+LEAST_ZERO_STAGE = {"gradients": 2, "everything": 3}
+
+
+@dataclass(frozen=True)
+class TierMemory:
+    """The model states of a rank: bytes on the device, with the buffers there, and bytes on the host."""
+
+    weights: float
+    gradients: float
+    optimizer_states: float
+    buffers: float = 0.0
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class SteppedElements:
+    """The elements that a rank steps: all, those of an embedding, those of its largest parameter group."""
+
+    numel: float
+    table_numel: float
+    largest_numel: float
+
+
+def tier_memory(
+    states: tuple[float, float, float], config: ParallelConfig, framework: FrameworkMemory, group_numel: float
+) -> TierMemory:
+    """Returns where the `states` of a rank rest: bytes of weights, gradients and optimizer states.
+
+    `group_numel` are the elements that it steps of its largest parameter group.
+    """
+    weights, gradients, optimizer_states = states
+    if config.offload == "none":
+        return TierMemory(*states)
+    numel = optimizer_states / framework.optimizer_states
+    if config.offload == "device_step":
+        buffers = NUM_STATE_BUFFERS * framework.optimizer_states * group_numel
+        return TierMemory(weights, gradients, 0.0, min(buffers, optimizer_states), optimizer_states)
+    grad_itemsize = config.grad_reduce_itemsize
+    host = optimizer_states + grad_itemsize * numel
+    host += MASTER_NBYTES * group_numel if grad_itemsize != MASTER_NBYTES else 0.0
+    if config.shards_on_host and config.num_microbatches > 1:
+        host += NUM_STAGING_BUFFERS * grad_itemsize * group_numel
+    if config.offload == "everything":
+        return TierMemory(0.0, 0.0, 0.0, 0.0, host + weights)
+    host += framework.weights * numel
+    return TierMemory(weights, 0.0 if config.shards_on_host else gradients, 0.0, 0.0, host)
+
+
+def update_seconds(
+    stepped: SteppedElements,
+    config: ParallelConfig,
+    machine: Machine,
+    device_step_s: float,
+    backward_s: float,
+) -> tuple[float, float]:
+    """Returns the seconds of the optimizer, and those of copies that nothing hides.
+
+    `device_step_s` is what the optimizer takes on the device, `backward_s` the backward of a microbatch,
+    beside which gradients leave it.
+    """
+    if config.offload == "none":
+        return device_step_s, 0.0
+    link, table_share = machine.device.host_link_rate, stepped.table_numel / stepped.numel
+    if config.offload == "device_step":
+        copy_s = STATES_NBYTES * stepped.numel / link
+        # the largest group goes out while all later ones wait; the first comes in and the last goes out alone
+        largest_s = stepped.largest_numel / stepped.numel * (copy_s + device_step_s)
+        total = max(copy_s + largest_s, device_step_s + 2 * table_share * copy_s)
+        return device_step_s, total - device_step_s
+    itemsize = config.grad_reduce_itemsize
+    grads_s, weights_s = itemsize * stepped.numel / link, config.param_gather_itemsize * stepped.numel / link
+    nbytes = (
+        itemsize + 2 * STATES_NBYTES + (0 if config.offload == "everything" else config.param_gather_itemsize)
+    )
+    step_s = nbytes * stepped.numel / machine.device.host_memory_rate
+    if config.shards_on_host:
+        exposed_s = max(0.0, grads_s - backward_s)
+        out_s = (config.num_microbatches - 1) * exposed_s + max(exposed_s, table_share * grads_s)
+    else:
+        out_s = grads_s
+    if config.offload == "everything":
+        return step_s, out_s + table_share * weights_s  # the first fetch of a step hides behind nothing
+    return step_s, out_s + max(table_share * weights_s, weights_s - (1 - table_share) * step_s)
+
+
+def fetch_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine, expert_numel: float) -> float:
+    """Returns the seconds in which the shard of a layer's weights comes from the host, before its gather.
+
+    `expert_numel` are the elements of the layer's experts on a rank.
+    """
+    if config.offload != "everything":
+        return 0.0
+    numel = (
+        shape.layer_dense_numel / config.tp / config.zero_shard_size + expert_numel / config.expert_shard_size
+    )
+    return config.param_gather_itemsize * numel / machine.device.host_link_rate
+
+
+def is_possible(shape: ModelShape, config: ParallelConfig, mode: OffloadMode) -> bool:
+    """Returns whether `mode` goes with `config`: shards on the host need ZeRO, and gradients that nobody sums
+    once more on the device.
+    """
+    if mode not in LEAST_ZERO_STAGE:
+        return True
+    return (
+        config.zero_stage >= LEAST_ZERO_STAGE[mode]
+        and not config.zero_group_size
+        and not config.sequence_parallel
+        and not (shape.tied and config.pp > 1)
+    )
+
+
+def needed_rates(mode: OffloadMode) -> tuple[Resource, ...]:
+    """Returns what has to be known of a host to price `mode`."""
+    if mode == "none":
+        return ()
+    return ("host link",) if mode == "device_step" else ("host link", "host memory")
+
+
+def priced_modes(machine: Machine) -> tuple[OffloadMode, ...]:
+    """Returns the modes of which all rates are known."""
+    rates = {"host link": machine.device.host_link_rate, "host memory": machine.device.host_memory_rate}
+    return tuple(mode for mode in OFFLOAD_MODES if all(rates[each] for each in needed_rates(mode)))

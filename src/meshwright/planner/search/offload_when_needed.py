@@ -1,0 +1,83 @@
+"""Offload in a search: proposed where nothing fits without it, and priced only where the rates are known.
+
+    nothing fits on the devices alone     the same search once more, with every mode that can be priced
+    a mode is asked for (offload_modes)   that mode alone; unknown rates are refused
+    a rate is not known                   the modes that need it are named, and get no seconds
+    host memory is not known              what the ranks of a host keep there is said, and nothing is refused
+
+A search that finds a configuration without offload does no more work than before: devices are faster than
+the link to their host.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.planner.analytic.offload_cost import needed_rates, priced_modes
+from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, OffloadMode
+from meshwright.planner.search.max_fit import fits
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import SearchResult, search
+
+ON_DEVICES: tuple[OffloadMode, ...] = ("none",)
+
+
+def search_or_offload(request: SearchRequest, num_kept: int = 10) -> tuple[SearchRequest, SearchResult]:
+    """Returns the best configurations of `request`, with offload if nothing fits without, and the request
+    that found them.
+    """
+    found = search(request, num_kept)
+    modes = priced_modes(request.machine)
+    if found.best or request.offload_modes != ON_DEVICES or modes == ON_DEVICES:
+        return request, found
+    offloading = replace(request, offload_modes=modes[1:])
+    tried = search(offloading, num_kept)
+    return (offloading, tried) if tried.best else (request, found)
+
+
+def unpriced_modes(request: SearchRequest) -> tuple[OffloadMode, ...]:
+    """Returns the modes of offload that lack a rate."""
+    known = priced_modes(request.machine)
+    return tuple(mode for mode in OFFLOAD_MODES if mode not in known)
+
+
+def unknown_rates(request: SearchRequest) -> tuple[str, ...]:
+    """Returns the keys of a [device] table that would give `unpriced_modes` a price."""
+    device = request.machine.device
+    known = {"host link": device.host_link_rate, "host memory": device.host_memory_rate}
+    lacking = {each for mode in unpriced_modes(request) for each in needed_rates(mode) if not known[each]}
+    return tuple(f"{each.replace(' ', '_')}_gb_s" for each in sorted(lacking))
+
+
+def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]:
+    """Yields why there is offload, what has no price, and what hosts of unknown memory keep."""
+    best, machine = result.best[0], request.machine
+    if best.config.offload == "none":
+        return
+    lacking = " and ".join(unknown_rates(request))
+    if len(request.offload_modes) > 1:
+        yield "nothing fits without offload to host memory"
+    if lacking:
+        modes = ", ".join(unpriced_modes(request))
+        yield f"not priced, because {lacking} of {machine.device.name} is not known: offload {modes}"
+    if not machine.device.host_memory:
+        needed = format_nbytes(request.host_nbytes(best.config))
+        yield (
+            f"the ranks of a host keep {needed} in its memory, which is not known: write host_gb in a "
+            f"[device] table"
+        )
+
+
+def offload_repair(request: SearchRequest) -> str:
+    """Returns what is missing for offload to make something fit: a rate, or memory of hosts; otherwise ""."""
+    if request.offload_modes != ON_DEVICES:
+        return ""
+    lacking = unknown_rates(request)
+    if lacking and fits(replace(request, offload_modes=unpriced_modes(request))):
+        keys = " and ".join(lacking)
+        return f"offload to host memory, which fits and has no price: write {keys} in a [device] table"
+    endless = replace(request.machine, device=replace(request.machine.device, host_memory=0.0))
+    has = request.machine.device.host_memory
+    if has and fits(replace(request, machine=endless, offload_modes=OFFLOAD_MODES[1:])):
+        return f"hosts with more memory than {format_nbytes(has)}, to which offload would fit"
+    return ""

@@ -1,0 +1,116 @@
+"""Offload in a search: only where nothing fits, only where it has a price, and never beyond host memory."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.analytic.model_shape import parse_shape
+from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, ScheduleProfile
+from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.search import offload_when_needed
+from meshwright.planner.search.offload_when_needed import (
+    offload_notes,
+    offload_repair,
+    search_or_offload,
+    unknown_rates,
+    unpriced_modes,
+)
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import search
+
+ORDERS = {"1f1b": (ScheduleProfile(), 1)}
+LARGE = parse_shape("13b: layers 40 hidden 5120 heads 40 gated ffn 13824 vocab 32000")
+SMALL = parse_shape("1b: layers 16 hidden 2048 heads 16 vocab 32000")
+GIB = 2**30
+
+
+def host(devices: int = 2, **known: float) -> Machine:
+    machine = make_machine("h100", devices)
+    return replace(machine, device=replace(machine.device, **known))
+
+
+def request(machine: Machine, shape: object = LARGE, **said: object) -> SearchRequest:
+    return SearchRequest(shape, machine, 8, ORDERS, **said)
+
+
+KNOWN: Mapping[str, float] = {"host_memory_rate": 40e9, "host_memory": 2048 * GIB}
+
+
+def test_what_fits_is_searched_once_and_not_offloaded(monkeypatch: pytest.MonkeyPatch):
+    asked, calls = request(host(**KNOWN), SMALL), list[SearchRequest]()
+
+    def counted(request: SearchRequest, num_kept: int):
+        calls.append(request)
+        return search(request, num_kept)
+
+    monkeypatch.setattr(offload_when_needed, "search", counted)
+    found_by, found = search_or_offload(asked)
+    assert (calls, found_by) == ([asked], asked)
+    assert found == search(asked)
+    assert {each.config.offload for each in found.best} == {"none"}
+
+
+def test_what_fits_nowhere_else_is_offloaded_and_the_result_says_so():
+    asked = request(host(**KNOWN))
+    assert not search(asked).best
+    found_by, found = search_or_offload(asked)
+    assert found_by.offload_modes == OFFLOAD_MODES[1:]
+    assert found.best
+    assert all(each.memory.total <= asked.usable_memory for each in found.best)
+    assert all(found_by.host_nbytes(each.config) <= 2048 * GIB for each in found.best)
+    assert list(offload_notes(found_by, found)) == ["nothing fits without offload to host memory"]
+
+
+def test_the_winner_with_offload_is_that_of_all_configurations():
+    for devices in (1, 2, 4):
+        asked = request(host(devices, **KNOWN), offload_modes=OFFLOAD_MODES)
+        short, whole = search(asked), search(asked, prune=False)
+        assert [each.config for each in short.best] == [each.config for each in whole.best]
+        assert short.best
+
+
+def test_a_mode_without_a_rate_has_no_price_and_is_named():
+    asked = request(host())  # the link is that of the data sheet
+    found_by, found = search_or_offload(asked)
+    assert {each.config.offload for each in found.best} <= {"device_step"}
+    assert unpriced_modes(asked) == ("host_step", "gradients", "everything")
+    assert unknown_rates(asked) == ("host_memory_gb_s",)
+    notes = " ".join(offload_notes(found_by, found))
+    assert "not priced, because host_memory_gb_s of H100 is not known: offload host_step, gradients" in notes
+    assert "in its memory, which is not known: write host_gb" in notes
+
+
+def test_without_any_rate_nothing_is_found_and_the_repair_names_the_keys():
+    asked = request(host(host_link_rate=0.0))
+    found_by, found = search_or_offload(asked)
+    assert (found_by, found.best) == (asked, ())
+    assert offload_repair(asked) == (
+        "offload to host memory, which fits and has no price: write host_link_gb_s and host_memory_gb_s in a "
+        "[device] table"
+    )
+    assert offload_repair(request(host(**KNOWN), offload_modes=("host_step",))) == ""
+
+
+def test_a_host_that_cannot_hold_what_its_ranks_keep_is_refused():
+    """Two ranks that share the states keep 12 bytes per weight together, and two copies twice as many."""
+    needed = 12 * LARGE.numel
+    enough, little = (
+        request(host(**{**KNOWN, "host_memory": nbytes})) for nbytes in (1.4 * needed, 0.9 * needed)
+    )
+    assert search_or_offload(enough)[1].best
+    assert not search_or_offload(little)[1].best
+    assert "hosts with more memory than" in offload_repair(little)
+    copies = replace(enough, offload_modes=("device_step",), fixed={"zero_stage": 0, "tp": 1, "pp": 1})
+    endless = replace(copies, machine=host(host_memory_rate=40e9))
+    config = search(replace(endless, shape=SMALL)).best[0].config
+    assert copies.host_nbytes(config) == pytest.approx(2 * needed, rel=0.01)
+    assert not copies.fits(config)
+
+
+def test_asking_for_a_mode_without_a_rate_is_refused():
+    asked = request(host(), offload_modes=("host_step",))
+    (fault,) = asked.diagnostics()
+    assert "offload over the host memory of H100, whose rate is not known" in fault.problem
+    assert "host_memory_gb_s in a [device] table" in fault.fix
+    assert not list(request(host(**KNOWN), offload_modes=OFFLOAD_MODES).diagnostics())
