@@ -37,8 +37,8 @@ from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.parallel.memory.disk_offload import DiskOffload
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig

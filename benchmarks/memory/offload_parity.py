@@ -40,7 +40,7 @@ from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan

@@ -22,7 +22,7 @@ from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.host_memory import HostMemory
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan

@@ -9,11 +9,11 @@ from tempfile import gettempdir
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.activation_offload import ActivationOffload
-from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
-from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy

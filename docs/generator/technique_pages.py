@@ -31,8 +31,8 @@ SHARED = (
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",
-    "memory/offload_actions",
-    "memory/kept_tensor_copies",
+    "tiers/offload_actions",
+    "tiers/kept_tensor_copies",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",
@@ -50,6 +50,7 @@ SHARED = (
 TITLES = {
     "data": "Data parallelism",
     "memory": "Memory",
+    "memory/tiers": "Memory of the host and of disks",
     "tensor": "Tensor parallelism",
     "context": "Context parallelism",
     "pipeline": "Pipeline parallelism",

@@ -23,13 +23,13 @@ from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
-from meshwright.parallel.memory.disk_offload import DiskOffload
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
-from meshwright.parallel.memory.offload import Offload
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline

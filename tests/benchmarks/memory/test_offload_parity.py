@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.memory import offload_parity
 from benchmarks.memory.planted_offload_faults import losing
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 
 
 def test_every_draw_has_offload_and_what_is_compared_is_equal():

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.harness.live_bytes import live_bytes
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import state_bytes

@@ -5,6 +5,8 @@ from threading import get_ident
 
 import pytest
 import torch
+from tests.parallel.memory.test_activation_offload_runs import FLOAT64, planned_copies, trained
+from tests.parallel.memory.test_offload_combinations import MIXED, job
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.api import make_plan, trace
@@ -14,9 +16,9 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.activation_offload import ActivationOffload
-from meshwright.parallel.memory.kept_tensor_copies import InputLeaves
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.kept_tensor_copies import InputLeaves
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
@@ -31,8 +33,6 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.memory.test_activation_offload_runs import FLOAT64, planned_copies, trained
-from tests.parallel.memory.test_offload_combinations import MIXED, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import executor_of
 

@@ -10,7 +10,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan

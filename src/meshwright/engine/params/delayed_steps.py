@@ -1,4 +1,5 @@
-"""Optimizer steps that the host runs beside the next step of the device (parallel/memory/offload.py, delay).
+"""Optimizer steps that the host runs beside the next step of the device
+(`delay` of parallel/memory/tiers/offload.py).
 
     STEP(group)            gives the step of the group to a thread, and returns
     FETCH_PARAM(group)     of the next step waits for it, then copies the stepped weights to the device

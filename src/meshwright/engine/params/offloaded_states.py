@@ -1,5 +1,5 @@
 """Model states that rest on the host: fetched for the optimizer, or stepped there
-(parallel/memory/offload.py).
+(parallel/memory/tiers/offload.py).
 
     the device steps   FETCH_STATES     optimizer states and masters of a group -> a buffer on the device
                        OFFLOAD_STATES   back, after STEP

@@ -43,7 +43,7 @@ import torch
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.model.tensors.pytree import tree_tensors
-from meshwright.parallel.memory.kept_tensor_copies import InputLeaves
+from meshwright.parallel.memory.tiers.kept_tensor_copies import InputLeaves
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job

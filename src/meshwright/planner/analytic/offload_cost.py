@@ -1,7 +1,7 @@
 """Offload to host memory in closed form: what leaves the device, what a host keeps, what the copies take.
 
 Why it works: model states are read and written once per step, in a known order, so what they take is bytes
-over rates. A mode says what rests on the host and who steps it (parallel/memory/offload.py):
+over rates. A mode says what rests on the host and who steps it (parallel/memory/tiers/offload.py):
 
     mode           rests on the host           steps     on the device      copied per step, m microbatches
     none           --                          device    w + g + o

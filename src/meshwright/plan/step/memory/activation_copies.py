@@ -3,8 +3,8 @@
     F(v)  OFFLOAD_ACTIVATIONS(v)   ...   FETCH_ACTIVATIONS(v)  ...  RECOMPUTE(v)  B(v)
 
 `with_activation_copies` inserts them for block calls that a strategy has chosen
-(parallel/memory/activation_offload.py). What a copy moves are allocations: the first action frees them on the
-device and allocates as much in host memory, the second does the reverse.
+(parallel/memory/tiers/activation_offload.py). What a copy moves are allocations: the first action frees them
+on the device and allocates as much in host memory, the second does the reverse.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

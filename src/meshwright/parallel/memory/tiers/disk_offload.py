@@ -47,7 +47,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import ClassVar
 
-from meshwright.parallel.memory.offload_actions import (
+from meshwright.parallel.memory.tiers.offload_actions import (
     copy_of_group,
     host_buffer_nbytes,
     host_step,

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.parallel.memory.test_offload_combinations import FP16, SPLIT, ended, job
 
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.disk_offload import DiskOffload
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.job import LossGuard, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
@@ -25,7 +26,6 @@ from tests.engine.one_device import bits
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies
 from tests.parallel.memory import test_offload_combinations
-from tests.parallel.memory.test_offload_combinations import FP16, SPLIT, ended, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {

@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from meshwright.model.tensors.pytree import storage_id
-from meshwright.parallel.memory.kept_tensor_copies import SavedStorage, SavedTensors, SavedView, StayingTensor
+from meshwright.parallel.memory.tiers.kept_tensor_copies import (
+    SavedStorage,
+    SavedTensors,
+    SavedView,
+    StayingTensor,
+)
 from meshwright.plan.job.errors import PlanError
 
 CPU = torch.device("cpu")

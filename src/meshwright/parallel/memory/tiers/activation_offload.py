@@ -48,7 +48,7 @@ from typing import ClassVar
 
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist import is_encoded
-from meshwright.parallel.memory.kept_tensor_copies import KeptTensorCopies
+from meshwright.parallel.memory.tiers.kept_tensor_copies import KeptTensorCopies
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least
 from meshwright.plan.job.job import Job

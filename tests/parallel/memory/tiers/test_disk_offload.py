@@ -12,8 +12,8 @@ from meshwright.api import make_plan, trace, verify
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.disk_offload import DiskOffload
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES, MEMORY_TIERS
 from meshwright.plan.job.errors import PlanError
@@ -27,7 +27,7 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category,
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
-from tests.parallel.memory.test_offload import ADAMW, ANALYZED, PRECISIONS, STORES, trained, without
+from tests.parallel.memory.tiers.test_offload import ADAMW, ANALYZED, PRECISIONS, STORES, trained, without
 from tests.plan.step.memory.test_model_states import JOB
 from tests.tiny_model import edited, executor_of, plan_of, tiny_job, token_samples
 

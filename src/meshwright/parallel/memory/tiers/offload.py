@@ -70,7 +70,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
-from meshwright.parallel.memory.offload_actions import (
+from meshwright.parallel.memory.tiers.offload_actions import (
     copy_of_group,
     host_buffer_nbytes,
     host_step,

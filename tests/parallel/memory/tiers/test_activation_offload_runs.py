@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from tests.parallel.memory.test_offload_combinations import MIXED, job
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,10 +20,10 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
-from meshwright.parallel.memory.kept_tensor_copies import SavedStorage
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.kept_tensor_copies import SavedStorage
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
@@ -38,7 +39,6 @@ from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies, sgd_job
 from tests.parallel.memory.test_gist import images
-from tests.parallel.memory.test_offload_combinations import MIXED, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import NUM_SAMPLES, analyzed_model, executor_of, tiny_job, token_samples
 

@@ -14,7 +14,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.memory.offload import Offload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS
 from meshwright.plan.job.errors import PlanError

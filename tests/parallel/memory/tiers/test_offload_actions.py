@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.parallel.memory.offload_actions import copy_of_group, refuse_above
+from meshwright.parallel.memory.tiers.offload_actions import copy_of_group, refuse_above
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.program import Action
 

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.activation_offload import ActivationOffload
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue
