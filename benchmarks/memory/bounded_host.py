@@ -2,8 +2,8 @@
 
 A Llama of 77 M parameters on one device, bf16 with float32 masters, AdamW: 12 bytes per parameter of states.
 Each run is a process that enters a memory cgroup before it makes any weight. Device and host are one memory
-here, so the limit is what the plan says of both, and 10 % more. The heap returns freed memory at once, so that
-the system counts what is in use.
+here, so the limit is what the plan says of both, and 10 % more. The heap returns freed memory at once, so
+that the system counts what is in use.
 
     disk_offload    must end within the limit, with at most 1 MiB in the page cache after each step, and with
                     the bits of the run in memory; what it states of host memory is at most a quarter of the
