@@ -19,7 +19,19 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
 
-def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_offload(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies`, in some plans with model states or activations on the host, or in parts."""
+    states, activations = Random(f"{seed}/offload"), Random(f"{seed}/activations")
+    if states.random() < 0.3:
+        strategies = _with_states_offload(states, strategies)
+    if activations.random() < 0.25:
+        strategies = _with_activation_offload(activations, strategies)
+    if activations.random() < 0.5:
+        strategies = _with_partitioned_activations(activations, strategies)
+    return tuple(strategies)
+
+
+def _with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
     if any(isinstance(each, DataParallelMaster) for each in strategies):
         return tuple(strategies)
@@ -37,7 +49,7 @@ def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy,
     return tuple(mixed)
 
 
-def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def _with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, and
     where checkpointed blocks of a model in one piece may keep nothing that can leave.
     """
@@ -50,7 +62,7 @@ def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tupl
     return tuple(mixed)
 
 
-def with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def _with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with partitioned activations, if there are stages that are checkpointed and whole
     streams along tp.
     """

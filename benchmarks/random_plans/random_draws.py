@@ -25,11 +25,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
-from benchmarks.random_plans.offload_draws import (
-    with_activation_offload,
-    with_offload,
-    with_partitioned_activations,
-)
+from benchmarks.random_plans.offload_draws import with_offload
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -260,14 +256,7 @@ def draw(seed: int, number: int) -> Draw:
         drawn = replace(drawn, strategies=(*drawn.strategies, Gist()))  # T5 has ReLU
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
-    offload = Random(f"{seed}/{number}/offload")
-    if offload.random() < 0.3:
-        drawn = replace(drawn, strategies=with_offload(offload, drawn.strategies))
-    activations = Random(f"{seed}/{number}/activations")
-    if activations.random() < 0.25:
-        drawn = replace(drawn, strategies=with_activation_offload(activations, drawn.strategies))
-    if activations.random() < 0.5:
-        drawn = replace(drawn, strategies=with_partitioned_activations(activations, drawn.strategies))
+    drawn = replace(drawn, strategies=with_offload(f"{seed}/{number}", drawn.strategies))
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
