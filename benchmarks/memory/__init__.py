@@ -1,6 +1,10 @@
 """Benchmarks of the techniques that need less memory.
 
-gist             what autograd saves of ReLU and max pooling, encoded
-memory_budget    choices for a number of bytes, beside trying everything, greedy, and torch
-random_chains    random chains of block calls, and every choice for them
+gist                     what autograd saves of ReLU and max pooling, encoded
+memory_budget            choices for a number of bytes, beside trying everything, greedy, and torch
+offload_parity           random plans with offload, beside the same plans without it
+planted_offload_faults   faults that the comparison or the static checks must find
+offload_bytes            copies and memory of both tiers, against the formulas
+offload_vs_peers         step time against DeepSpeed and FSDP2
+random_chains            random chains of block calls, and every choice for them
 """
