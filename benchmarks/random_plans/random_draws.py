@@ -116,7 +116,8 @@ TECHNIQUES: Mapping[str, str] = (
                 )
             },
             **dict.fromkeys(SCHEDULES, "pipeline"),
-            **{name: name for name in ("scatter", "activation_checkpointing", "microbatches", "clipping")},
+            **{name: name for name in ("scatter", "microbatches", "clipping")},
+            **dict.fromkeys(("activation_checkpointing", "memory_budget"), "recompute"),
             **{
                 name: name
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
@@ -131,7 +132,6 @@ TECHNIQUES: Mapping[str, str] = (
                     "gist",
                 )
             },
-            "memory_budget": "activation_checkpointing",
         }
     )
 )
@@ -335,9 +335,7 @@ def _strategies(
         found += [VocabParallel()] if tensor_parallel != "tensor_parallel 3d" and rng.random() < 0.4 else []
     found += _data_parallel(rng, tensor_parallel, sizes)
     if rng.random() < 0.35:
-        found.append(
-            rng.choice((ActivationCheckpointing(), ActivationCheckpointing(), *2 * (MemoryBudget(),)))
-        )
+        found.append(rng.choice(2 * (ActivationCheckpointing(), MemoryBudget())))
     if tensor_parallel in ("", "tensor_parallel 1d") and model.vocab_parallel and rng.random() < 0.3:
         found += _chunking(rng, model, tensor_parallel)
     if any(isinstance(strategy, DataParallelMaster) for strategy in found):

@@ -158,8 +158,6 @@ class StepExecutor:
         self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
         forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
-        calls = plan.view.model_spec.block_calls
-        self._calls_before = dict(zip(calls[1:], calls[:-1], strict=True))
         first_calls = plan.view.model_spec.block_calls[:1]
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
@@ -388,7 +386,8 @@ class StepExecutor:
             self._execute_until(target + 1)
             self.state.collectives.begin_block(self._entries[target][0].name)
             if self._entries[target][0].kind == INPUT_DROPPED_FORWARD:
-                return self._calls_before[block_call]
+                calls = self.state.plan.view.model_spec.block_calls
+                return calls[calls.index(block_call) - 1]
             return self._entries[target][0].kind == CHECKPOINTED_FORWARD
 
         return before_block

@@ -138,7 +138,7 @@ class ActivationBudget:
         fronts: list[list[_Point]] = [[] for _ in range(count)] + [[_Point(loss_nbytes, 0.0)]]
         reruns = [list(self._rerun_fronts(last)) for last in range(count)]  # by last, then by length - 2
         for first in reversed(range(count)):
-            points: list[Way] = list(self._alone(first, fronts[first + 1]))
+            points: list[Way] = list(self._single_block(first, fronts[first + 1]))
             for last in range(first + 1, min(count, first + self._max_length)):
                 if last - first - 1 < len(reruns[last]):
                     points += self._segment(first, last, reruns[last][last - first - 1], fronts[last + 1])
@@ -158,7 +158,7 @@ class ActivationBudget:
         """Returns the choice with the least bytes."""
         return self._choice(self._front[0])
 
-    def _alone(self, number: int, ahead: Sequence[_Point]) -> Iterator[Way]:
+    def _single_block(self, number: int, ahead: Sequence[_Point]) -> Iterator[Way]:
         """Yields points, as tuples, in which block call `number` is no part of a longer segment."""
         block = self._blocks[number]
         for option in _options(block):
