@@ -180,7 +180,6 @@ def test_shards_on_the_host_need_zero_and_gradients_that_are_summed_once():
     for other, shape in (
         (replace(config, zero_stage=1), SHAPE),
         (replace(config, zero_group_size=2), SHAPE),
-        (replace(config, tp=2, sequence_parallel=True), SHAPE),
         (replace(config, pp=2), tied),
     ):
         possible = [mode for mode in OFFLOAD_MODES if is_possible(shape, other, mode)]

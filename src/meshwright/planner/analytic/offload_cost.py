@@ -28,8 +28,8 @@ In and out run at once, each at R. The ranks of a host share its memory: what th
 (`estimate_host_memory` of closed_form_memory.py).
 
 Limits: AdamW with 16-bit weights and gradients and float32 masters. Gradients of tied embeddings on several
-pipeline ranks, of replicas of shards, and of norms that tensor ranks sum, stay on the device: no shards of
-theirs rest on the host.
+pipeline ranks, and of replicas of shards, are summed once more on the device: no shards of gradients rest
+on the host then.
 Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
 2104.07857.
 """
@@ -152,7 +152,6 @@ def is_possible(shape: ModelShape, config: ParallelConfig, mode: OffloadMode) ->
     return (
         config.zero_stage >= LEAST_ZERO_STAGE[mode]
         and not config.zero_group_size
-        and not config.sequence_parallel
         and not (shape.tied and config.pp > 1)
     )
 

@@ -9,13 +9,6 @@ from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.search_result import result_row, to_gib
 from meshwright.report.table import Table
 
-MODE_TEXTS = {
-    "none": "nothing on the host",
-    "device_step": "optimizer states, stepped on the device",
-    "host_step": "optimizer states, stepped on the host",
-    "gradients": "optimizer states and gradients",
-    "everything": "optimizer states, gradients, weights",
-}
 UNKNOWN = "unknown"
 
 
@@ -49,7 +42,7 @@ def model_fit_table(fits: Sequence[ModeFit], budget: TrainingBudget) -> Table:
         sizes = {"parameters": row.get("parameters", 0.0) / 1e9, "host": to_gib(row.get("host_bytes", 0.0))}
         values = {**row, **sizes}
         shown = [_cell(name, form, row, values) for name, form in columns.items()]
-        cells.append((MODE_TEXTS[row["mode"]], *shown))
+        cells.append((row["mode"], *shown))
     count, device = fits[0].request.machine.num_devices, fits[0].request.machine.device
     notes = (
         [] if device.host_memory else ["the memory of the host is not known (host_gb in a [device] table)"]
@@ -57,7 +50,7 @@ def model_fit_table(fits: Sequence[ModeFit], budget: TrainingBudget) -> Table:
     lacking = " and ".join(unknown_rates(fits[0].request))
     notes += [f"no price without {lacking} in a [device] table"] if lacking else []
     return Table(
-        ["on the host", *(heads.get(name, name) for name in columns)],
+        ["offload", *(heads.get(name, name) for name in columns)],
         cells,
         title=f"the largest model of these proportions, on {count} {device.name}",
         note="; ".join(notes),

@@ -157,7 +157,7 @@ def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) ->
     if single <= most:
         return (
             f"The model does not fit on one device ({whole:.0f} GiB of {most:.1f}), but one layer does "
-            f"({single:.1f}): pipeline parallelism, tensor parallelism or ZeRO is needed."
+            f"({single:.1f}): pipeline or tensor parallelism, ZeRO or offload is needed."
         )
     largest = "the largest device" if most > least else "one device"
     text = (
