@@ -1,7 +1,8 @@
 """Offload beside any other technique: every plan ends with the bits of the same plan without it.
 
-    plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each with offload
-             in one of its modes: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
+    plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each with model
+             states on the host in one of its modes or on disk, half of them with activations on the host or
+             in parts too: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
              pipelines of every schedule} x {recomputation, gist, chunked loss} ...
     bits     three steps of AdamW, bfloat16 with float32 masters, on threads: losses, norms, weights, masters
              and optimizer states of every rank, with offload and without it
@@ -32,7 +33,11 @@ from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.memory.planted_offload_faults import FAULTS, is_found
 from benchmarks.random_plans.combinations import Row
-from benchmarks.random_plans.offload_draws import with_offload
+from benchmarks.random_plans.offload_draws import (
+    with_activation_offload,
+    with_partitioned_activations,
+    with_states_offload,
+)
 from benchmarks.random_plans.random_draws import Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
 from benchmarks.random_plans.random_plans import LIMIT_S, plan_or_refusal, try_plan
@@ -40,6 +45,9 @@ from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
@@ -52,6 +60,7 @@ CLAIM = (
     "100 random plans with offload end with the bits of the same plan without it, and equal one device to "
     "1e-10 in float64; every planted fault is found"
 )
+LEAVING = (Offload, DiskOffload, ActivationOffload, PartitionedActivations)
 SEED, NUM_PLANS, NUM_STEPS = 28, 100, 3
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 ADAMW = OptimizerConfig("adamw", lr=0.01, weight_decay=0.1)
@@ -61,10 +70,13 @@ def draws(seed: int = SEED) -> Iterator[Draw]:
     """Yields random plans with offload, without end."""
     for number in count():
         drawn = draw(seed, number)
-        others = tuple(each for each in drawn.strategies if not isinstance(each, Offload))
+        others = without_offload(drawn).strategies
         if drawn.perturbation or any(isinstance(each, DataParallelMaster) for each in others):
             continue
-        offloaded = with_offload(Random(f"{seed}/{number}/mode"), others)
+        rng = Random(f"{seed}/{number}/mode")
+        offloaded = with_states_offload(rng, others)
+        if rng.random() < 0.5:
+            offloaded = with_partitioned_activations(rng, with_activation_offload(rng, offloaded))
         yield replace(drawn, strategies=offloaded, guard=False)
 
 
@@ -99,18 +111,20 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def without_offload(drawn: Draw) -> Draw:
-    """Returns `drawn` without offload."""
-    others = tuple(each for each in drawn.strategies if not isinstance(each, Offload))
+    """Returns `drawn` with everything on the device, and whole."""
+    others = tuple(each for each in drawn.strategies if not isinstance(each, LEAVING))
     return replace(drawn, strategies=others)
 
 
-def offload_of(drawn: Draw) -> Offload:
-    """Returns the offload of `drawn`."""
-    return next(each for each in drawn.strategies if isinstance(each, Offload))
+def offload_of(drawn: Draw) -> Offload | DiskOffload:
+    """Returns the offload of model states of `drawn`."""
+    return next(each for each in drawn.strategies if isinstance(each, (Offload, DiskOffload)))
 
 
-def mode_of(offload: Offload) -> str:
+def mode_of(offload: Offload | DiskOffload) -> str:
     """Returns what is offloaded, and who steps, in words."""
+    if isinstance(offload, DiskOffload):
+        return f"optimizer_states on disk, {offload.num_buffers} buffers"
     return f"{' '.join(offload.what)}, {offload.step_on} steps"
 
 

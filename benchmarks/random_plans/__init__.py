@@ -3,6 +3,7 @@
 combinations   the allowed refusals, and how often each pair of techniques must match
 expert_draws   distributes experts in a random plan
 offload_draws  offloads model states or activations in a random plan
+strategy_draws draws the strategies of a random plan
 random_draws   draws a model, a mesh and strategies from a seed
 random_models  the models of the random plans
 random_plans   runs the random plans and compares them with one device

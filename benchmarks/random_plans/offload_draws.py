@@ -10,6 +10,7 @@ from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
@@ -23,15 +24,15 @@ def with_offload(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, .
     """Returns `strategies`, in some plans with model states or activations on the host, or in parts."""
     states, activations = Random(f"{seed}/offload"), Random(f"{seed}/activations")
     if states.random() < 0.3:
-        strategies = _with_states_offload(states, strategies)
+        strategies = with_states_offload(states, strategies)
     if activations.random() < 0.25:
-        strategies = _with_activation_offload(activations, strategies)
+        strategies = with_activation_offload(activations, strategies)
     if activations.random() < 0.5:
-        strategies = _with_partitioned_activations(activations, strategies)
+        strategies = with_partitioned_activations(activations, strategies)
     return tuple(strategies)
 
 
-def _with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
     if any(isinstance(each, DataParallelMaster) for each in strategies):
         return tuple(strategies)
@@ -49,20 +50,21 @@ def _with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[S
     return tuple(mixed)
 
 
-def _with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, and
-    where checkpointed blocks of a model in one piece may keep nothing that can leave.
+def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, or
+    `memory_budget` drops it, and where checkpointed blocks of a model in one piece may keep nothing that can leave.
     """
     in_stages = any(isinstance(each, Pipeline) for each in strategies)
     checkpoints = any(isinstance(each, ActivationCheckpointing) for each in strategies)
-    if any(isinstance(each, Gist) for each in strategies) or (checkpoints and not in_stages):
+    has_other_form = any(isinstance(each, (Gist, MemoryBudget)) for each in strategies)
+    if has_other_form or (checkpoints and not in_stages):
         return tuple(strategies)
     mixed = [*strategies, ActivationOffload(prefetch=rng.choice((0, 1)) if in_stages else 0)]
     rng.shuffle(mixed)
     return tuple(mixed)
 
 
-def _with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_partitioned_activations(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with partitioned activations, if there are stages that are checkpointed and whole
     streams along tp.
     """

@@ -11,15 +11,18 @@ from meshwright.parallel.memory.tiers.offload import Offload
 
 def test_every_draw_has_offload_and_what_is_compared_is_equal():
     drawn = next(each for each in offload_parity.draws() if each.mesh.world_size == 2)
-    assert any(isinstance(each, Offload) for each in drawn.strategies)
-    assert not any(isinstance(each, Offload) for each in offload_parity.without_offload(drawn).strategies)
+    assert any(isinstance(each, offload_parity.LEAVING) for each in drawn.strategies)
+    left = offload_parity.without_offload(drawn).strategies
+    assert not any(isinstance(each, offload_parity.LEAVING) for each in left)
     row = offload_parity.compare(drawn)
     assert (row["outcome"], row["other_bits"]) == ("matched", []), row
 
 
 def test_other_bits_are_told_by_name():
     found = (each for each in islice(offload_parity.draws(), 30) if each.mesh.world_size == 2)
-    drawn = next(each for each in found if offload_parity.offload_of(each).step_on == "host")
+    drawn = next(
+        each for each in found if "host steps" in offload_parity.mode_of(offload_parity.offload_of(each))
+    )
     with losing("FETCH_PARAM", lambda pairs: pairs[1:]):
         assert offload_parity.other_bits(drawn)
 

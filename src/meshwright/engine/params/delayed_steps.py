@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.job.errors import PlanError
 
 
 class DelayedSteps:
@@ -24,6 +25,13 @@ class DelayedSteps:
         self.is_active = bool(state.plan.sharding.tiers.delay)
         self._thread = ThreadPoolExecutor(1, "optimizer") if self.is_active else None
         self._under_way: dict[str, Future[None]] = {}
+
+    def check_scheduler(self, lr_scheduler: object) -> None:
+        """Raises PlanError for a scheduler of the caller, which would change rates while the thread steps."""
+        if self.is_active and lr_scheduler is not None:
+            text = "a scheduler that was passed changes the rates while the host steps (offload, delay)"
+            fix = "pass none: name a schedule in the job (lr_schedule.name), or remove delay"
+            raise PlanError(text, fix=fix, location="lr_scheduler")
 
     def start(self, name: str, step: Callable[[], None]) -> None:
         """Gives `step`, that of the action `name`, to the thread, behind those that it has."""

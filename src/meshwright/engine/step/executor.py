@@ -124,6 +124,7 @@ class StepExecutor:
             plan.view.shard_alignments,
         )
         state.offloaded = OffloadedStates(state)
+        state.offloaded.delayed_steps.check_scheduler(lr_scheduler)
         self.lr_schedule = make_lr_schedule(plan.job, state.optimizers, lr_scheduler)
         self._initial_group_numbers = param_group_numbers(state.optimizers)
         state.collectives = BlockCollectives(state)
@@ -164,10 +165,6 @@ class StepExecutor:
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
-        if state.offloaded.delayed_steps.is_active and lr_scheduler is not None:
-            text = "a scheduler that was passed changes the rates while the host steps (offload, delay)"
-            fix = "pass none: name a schedule in the job (lr_schedule.name), or remove delay"
-            raise PlanError(text, fix=fix, location="lr_scheduler")
 
     def _handlers(
         self,
