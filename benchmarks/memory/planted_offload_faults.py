@@ -78,8 +78,8 @@ def losing(kind: str, kept: Callable[[Pairs], Pairs]) -> Iterator[None]:
     """Of the copies of `kind`, makes only those that are `kept`."""
     start = HostMemory.start_copies
 
-    def start_some(self: HostMemory, action: Action, pairs: Pairs) -> Work:
-        return start(self, action, kept(pairs) if action.kind == kind else pairs)
+    def start_some(self: HostMemory, action: Action, pairs: Pairs, **options: bool) -> Work:
+        return start(self, action, kept(pairs) if action.kind == kind else pairs, **options)
 
     with patch.object(HostMemory, "start_copies", start_some):
         yield

@@ -52,7 +52,8 @@ def with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[St
 
 def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with activation offload; without it where `gist` encodes what would leave, or
-    `memory_budget` drops it, and where checkpointed blocks of a model in one piece may keep nothing that can leave.
+    `memory_budget` drops it, and where checkpointed blocks of a model in one piece may keep nothing that can
+    leave.
     """
     in_stages = any(isinstance(each, Pipeline) for each in strategies)
     checkpoints = any(isinstance(each, ActivationCheckpointing) for each in strategies)
