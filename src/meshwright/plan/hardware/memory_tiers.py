@@ -21,13 +21,15 @@ class MemoryTiers:
 
     Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
     weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
-    Activations are those that a strategy copies between forward and backward.
+    The optimizer runs beside the next `delay` steps. Activations are those that a strategy copies between
+    forward and backward.
     """
 
     optimizer_states: MemoryTier = "device"
     gradients: MemoryTier = "device"
     weights: MemoryTier = "device"
     step: MemoryTier = "device"
+    delay: int = 0
     activations: MemoryTier = "device"
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
