@@ -25,22 +25,25 @@ def test_a_backward_begins_where_its_forward_is_run_again():
 
 def test_a_fetch_comes_so_many_backwards_early_and_never_before_the_forward():
     places = BackwardPlaces.of(ACTIONS)
-    found = [ACTIONS[places.fetch_index(ACTIONS, 0, prefetch)].name for prefetch in range(4)]
+    found = [ACTIONS[places.fetch_index(("a", 0), 0, prefetch)].name for prefetch in range(4)]
     assert found == [f"RECOMPUTE({name}, 0)" for name in "abcc"]
     again = [*ACTIONS, Action("F", "d", 1), Action("LOSS", microbatch=1), Action("B", "d", 1)]
     at = len(ACTIONS)
-    assert BackwardPlaces.of(again).fetch_index(again, at, 2) == at + 1
+    assert BackwardPlaces.of(again).fetch_index(("d", 1), at, 2) == at + 1
     assert num_calls_between(again, 0, at) == 2 + 3  # forwards and backwards
 
 
 def test_copies_free_and_allocate_in_both_tiers():
-    leaving = [LeavingActivations(0, 7, (Allocation("x", 3), Allocation("y", 5)))]
+    leaving = [LeavingActivations(ACTIONS[0], 0, 8, (11,), (Allocation("x", 3), Allocation("y", 5)))]
     edited = with_activation_copies(ACTIONS, leaving)
     offload, fetch = (each for each in edited if each.kind.endswith("_ACTIVATIONS"))
     assert [each.tier for each in offload.allocations] == ["host", "host"]
     assert offload.frees == ("x", "y") == tuple(each.name for each in fetch.allocations)
     assert fetch.frees == ("host x", "host y")
     assert offload.transfer.nbytes == fetch.transfer.nbytes == 8 == activation_host_nbytes(edited)
+    names = [each.name for each in edited]
+    assert names[1] == offload.name
+    assert names[names.index(fetch.name) + 1] == "RECOMPUTE(b, 0)"
     assert list(copy_conflicts(edited)) == []
     assert list(copy_conflicts([each for each in edited if each is not fetch])) == [
         "OFFLOAD_ACTIVATIONS(a, 0) leaves activations on the host, and no FETCH_ACTIVATIONS copies them back"
