@@ -167,7 +167,10 @@ class TorchStep:
                 found[storage._cdata] = storage.nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            torch._functorch.config.patch(activation_memory_budget=self._budget),  # hooks compile once more
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             self._step()
         return sum(found.values())
 
