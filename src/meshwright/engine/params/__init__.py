@@ -6,6 +6,7 @@ master_weights          master weights outside of flat parameters; groups of ste
 weight_stash            weights of earlier steps, for backwards that need them (PipeDream)
 tensor_parallel_slices  slices of parameters along a dim (tensor parallelism), and their full values
 offloaded_states        states and gradients that rest on the host, and their copies
+delayed_steps           steps of the optimizers that a thread runs beside the next step
 matrix_owners           optimizers of whole matrices: gather gradients to the owner, scatter its weights
 unshard_forward_hooks   full parameters for forwards and backwards outside of the action list
 """

@@ -21,12 +21,14 @@ class MemoryTiers:
 
     Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
     weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
+    The optimizer runs beside the next `delay` steps.
     """
 
     optimizer_states: MemoryTier = "device"
     gradients: MemoryTier = "device"
     weights: MemoryTier = "device"
     step: MemoryTier = "device"
+    delay: int = 0
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
         """Returns whether the host steps a master of weights that rest on the device; `is_stored_sharded`:
