@@ -327,8 +327,8 @@ def _offload_device(config: Translation, option: str, old: str) -> str:
     """Returns the option by which something rests in host memory; "" if none does. Refuses other tiers."""
     given = config.get(option, "none")
     if given == "nvme":
-        text = "nothing is offloaded to disk; host memory can be bounded for each rank: host_gb of offload"
-        config.refuse(option, text, "offload to cpu, or shard over more ranks")
+        text = "disks are for optimizer states alone, and have a strategy of their own"
+        config.refuse(option, text, "offload to cpu, or write disk_offload (folder = nvme_path) yourself")
         return ""
     if given not in OFF:
         return option
