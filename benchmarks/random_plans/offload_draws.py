@@ -17,11 +17,11 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
 
-def with_offload(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_offloads(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies`, in some plans with model states or activations on the host, or in parts."""
     states, activations = Random(f"{seed}/offload"), Random(f"{seed}/activations")
     if states.random() < 0.3:
-        strategies = _with_states_offload(states, strategies)
+        strategies = with_offload(states, strategies)
     if activations.random() < 0.25:
         strategies = _with_activation_offload(activations, strategies)
     if activations.random() < 0.5:
@@ -29,7 +29,7 @@ def with_offload(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, .
     return tuple(strategies)
 
 
-def _with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
     if any(isinstance(each, DataParallelMaster) for each in strategies):
         return tuple(strategies)

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
-from benchmarks.random_plans.offload_draws import with_offload
+from benchmarks.random_plans.offload_draws import with_offloads
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -254,7 +254,7 @@ def draw(seed: int, number: int) -> Draw:
         drawn = replace(drawn, strategies=(*drawn.strategies, Gist()))  # T5 has ReLU
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
-    drawn = replace(drawn, strategies=with_offload(f"{seed}/{number}", drawn.strategies))
+    drawn = replace(drawn, strategies=with_offloads(f"{seed}/{number}", drawn.strategies))
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
