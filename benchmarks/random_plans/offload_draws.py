@@ -20,7 +20,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
 
-def with_offload(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def with_offloads(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies`, in some plans with model states or activations on the host, or in parts."""
     states, activations = Random(f"{seed}/offload"), Random(f"{seed}/activations")
     if states.random() < 0.3:

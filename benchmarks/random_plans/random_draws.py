@@ -21,7 +21,7 @@ from random import Random
 from types import MappingProxyType
 
 from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
-from benchmarks.random_plans.offload_draws import with_offload
+from benchmarks.random_plans.offload_draws import with_offloads
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from benchmarks.random_plans.strategy_draws import (
     DATA_AXES,
@@ -224,7 +224,7 @@ def draw(seed: int, number: int) -> Draw:
         drawn = replace(drawn, strategies=(*drawn.strategies, Gist()))  # T5 has ReLU
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
-    drawn = replace(drawn, strategies=with_offload(f"{seed}/{number}", drawn.strategies))
+    drawn = replace(drawn, strategies=with_offloads(f"{seed}/{number}", drawn.strategies))
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
