@@ -143,7 +143,9 @@ def test_the_devices_of_the_deepspeed_plugin_are_mapped_or_refused(
         {**OFFLOADED, "what": what} if what else {"name": "zero", "stage": stage, "axis": "dp_shard"}
     )
     if "nvme" in devices:
-        assert "refused: disks are for optimizer states alone" in row(result, "deepspeed_config.offload_param_device")
+        assert "refused: disks are for optimizer states alone" in row(
+            result, "deepspeed_config.offload_param_device"
+        )
 
 
 def test_deepspeed_inside_the_file_sets_stage_and_clipping(tmp_path: Path):
