@@ -1,5 +1,9 @@
 """Benchmarks of the techniques that need less memory.
 
-bounded_host    optimizer states on disk, within the memory that the plan says
-gist            what autograd saves of ReLU and max pooling, encoded
+bounded_host             optimizer states on disk, within the memory that the plan says
+gist                     what autograd saves of ReLU and max pooling, encoded
+offload_parity           random plans with offload, beside the same plans without it
+planted_offload_faults   faults that the comparison or the static checks must find
+offload_bytes            copies and memory of both tiers, against the formulas
+offload_vs_peers         step time against DeepSpeed and FSDP2
 """

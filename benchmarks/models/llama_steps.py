@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,6 +37,7 @@ from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
@@ -153,10 +154,17 @@ def _engine(
 
 
 def fsdp(
-    rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    *,
+    reshard: bool = True,
+    half: bool = False,
+    offload: bool = False,
 ) -> Callable[[], object]:
     """Returns the same loop with torch's FSDP2 (fully_shard of each layer and of the rest) over gloo;
-    `reshard`: after forward too.
+    `reshard`: after forward too; `offload`: with CPUOffloadPolicy.
     """
     join(rank, size, store)
     policy = (
@@ -165,18 +173,30 @@ def fsdp(
         else MixedPrecisionPolicy()
     )
 
+    offload_policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
+
     def wrap(model: nn.Module) -> nn.Module:
-        for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+        for part in (*model.get_submodule("model.layers").children(), model):
+            fully_shard(part, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         return model
 
     return _loop(rank, size, WORKLOADS[workload], wrap)
 
 
-def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: int) -> Callable[[], object]:
+def deepspeed_zero(
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    *,
+    stage: int,
+    half: bool = False,
+    offload: Sequence[str] = (),
+) -> Callable[[], object]:
     """Returns the same step with DeepSpeed's ZeRO over gloo, with its defaults except for the optimizer
-    (torch's fused AdamW).
+    (torch's fused AdamW; DeepSpeed's CPU Adam where states are offloaded).
+
+    `half`: in bfloat16, with float32 masters. `offload`: of "optimizer" and "param", to the CPU.
     """
     join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -184,15 +204,19 @@ def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: in
     deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
     plain = spec.model()
     groups = make_param_groups(OPTIMIZER, dict(plain.named_parameters()))
-    optimizer = torch.optim.AdamW(
-        groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
-    )
+    fields: dict[str, Any] = {"lr": OPTIMIZER.lr, "betas": OPTIMIZER.betas, "eps": OPTIMIZER.eps}
+    if offload:
+        optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(groups, **fields)
+    else:
+        optimizer = torch.optim.AdamW(groups, **fields, fused=True)
     options = {
         "train_micro_batch_size_per_gpu": spec.batch // size,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": half},
     }
-    config = {**options, "zero_optimization": {"stage": stage}}
+    to_cpu = {f"offload_{each}": {"device": "cpu", "pin_memory": False} for each in offload}
+    config = {**options, "zero_optimization": {"stage": stage, **to_cpu}}
     engine, *_ = deepspeed.initialize(
         model=plain, optimizer=optimizer, config=config, dist_init_required=False
     )
@@ -217,16 +241,18 @@ def sharded(
     store: str,
     zero: Mapping[str, Any],
     precision: Mapping[str, Any] | None = None,
+    offload: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
-    """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero` and `precision`
-    are fields of `ZeRO` and `PrecisionConfig`.
+    """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero`, `precision` and
+    `offload` are fields of `ZeRO`, `PrecisionConfig` and `Offload`; without `offload` nothing leaves the
+    device.
     """
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared_memory=False)
-    return _engine(
-        workload, mesh, (SplitBatch(axis="dp_shard"), ZeRO(**zero)), world, PrecisionConfig(**precision or {})
-    )
+    offloads = () if offload is None else (Offload(**offload),)
+    strategies = (SplitBatch(axis="dp_shard"), ZeRO(**zero), *offloads)
+    return _engine(workload, mesh, strategies, world, PrecisionConfig(**precision or {}))
 
 
 def _loop(

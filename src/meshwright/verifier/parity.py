@@ -208,7 +208,7 @@ def make_verdict(
         not_compared=missing,
         versions=dict(versions),
         reference="a replay of its weight versions in one process"
-        if stepped_microbatches(plan.for_rank(0).actions)
+        if stepped_microbatches(plan.for_rank(0).actions) or plan.sharding.tiers.delay
         else "one device",
     )
 

@@ -6,7 +6,8 @@ numbers: initial values, the order of samples, and the stateless dropout.
 
 A plan in which every microbatch is an update of its own, at weights that are several updates old, computes
 something else. For it the loop replays the weight versions that its program states
-(plan/step/weight_stashing.py): still one model, its own forward, one backward.
+(plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
+beside the next step (offload with a delay): gradients are those at weights that lack the last update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,7 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         {name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of
     )
     optimizer = _plain_sgd(plan.job, subject)
+    update = _DelayedUpdate(trainable) if parity_case.plan.sharding.tiers.delay else _update
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
     found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
@@ -122,9 +124,8 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        updates = bool(parity_case.loss.count(batch) > 0)
-        if updates:  # a step in which nothing counts changes nothing
-            optimizer.step()
+        updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
+        update(optimizer, updates)
         for end_step in step_ends:
             end_step(updates)
         biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
@@ -150,6 +151,25 @@ def batch_gradients(parity_case: ParityCase, batch: Batch, part_sizes: Sequence[
             _backward(_loss(parity_case, subject, rng, part, 0, begin) * (part_weight / weight))
         begin += size
     return _gradients(subject)
+
+
+def _update(optimizer: torch.optim.Optimizer, updates: bool) -> None:
+    if updates:
+        optimizer.step()
+
+
+class _DelayedUpdate:
+    """Updates weights, and leaves those in the model that lack the last update."""
+
+    def __init__(self, trainable: Mapping[str, torch.nn.Parameter]) -> None:
+        self._trainable, self._stepped = trainable, _values(trainable)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, updates: bool) -> None:
+        before = self._stepped
+        _set(self._trainable, before)
+        _update(optimizer, updates)
+        self._stepped = _values(self._trainable)
+        _set(self._trainable, before)
 
 
 class _WeightVersionReplay:

@@ -91,6 +91,9 @@ def _check_order(program: Program, role: Role) -> Iterator[str]:
             elif name in own_names and name not in passed_names:
                 yield f"{action.name} waits for {wait}, which is later in the list"
         passed_names.add(qualified_name(role.name, action.name))
+        for wait in action.previous_waits:
+            if qualified_name(role.name, wait) not in own_names:
+                yield f"{action.name} waits for {wait} of the step before, which this rank does not run"
     for action in actions:
         where = f"({action.subject}, {action.microbatch})"
         if (
@@ -370,13 +373,22 @@ def _check_tier_copies(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterato
     for action in actions:
         by_kind[action.kind].append(action)
     freed_by: dict[str, str] = {}
+    last_use = max((i for i, action in enumerate(actions) if action.kind in PARAM_USE_KINDS), default=-1)
 
     def sharing(action: Action, kinds: Iterable[str]) -> list[str]:
         others = (each for kind in kinds for each in by_kind[kind])
         return [each.name for each in others if not set(action.tensors).isdisjoint(each.tensors)]
 
-    for action in actions:
+    for at, action in enumerate(actions):
         needed: list[str] = []
+        if tiers.delay and action.kind in ("FETCH_PARAM", "OFFLOAD_GRAD"):
+            step = Action("STEP", action.subject).name
+            if step not in action.previous_waits:
+                yield f"{action.name} does not wait for {step} of the step before"
+        if tiers.delay and action.kind == "FETCH_PARAM" and at < last_use:
+            yield f"{action.name} replaces weights before {actions[last_use].name} has used them"
+        elif tiers.delay and action.kind == "FETCH_PARAM":
+            continue
         if action.kind == "STEP":
             needed = sharing(action, ("FETCH_STATES", "READ_STATES", "OFFLOAD_GRAD"))
             if not sharing(action, _COPIES_OF_STEPPED) and (needed or tiers.step == "host"):

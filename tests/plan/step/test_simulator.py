@@ -127,3 +127,20 @@ def test_the_comm_stream_and_the_main_thread_are_both_shown():
 @pytest.mark.parametrize("first", [compute("A", "B()"), wire("A", "B()")])
 def test_an_action_that_waits_for_a_later_one_of_its_own_list_is_stuck(first: Action):
     assert stuck({"r": [first, compute("B")]})[1] == "  r: action 0 of 2, A()  <-- waits for B()"
+
+
+@pytest.mark.parametrize(("host_seconds", "end"), [(3, 7), (9, 11)])
+def test_what_the_next_step_waits_for_runs_beside_it(host_seconds: float, end: float):
+    """In the timeline of a step the STEP of the step before comes first, on the stream of the host."""
+    actions = [
+        compute("F"),
+        Action("FETCH_PARAM", stream="copy_in", previous_waits=("STEP()",)),
+        compute("CLIP", "FETCH_PARAM()"),
+        Action("STEP", stream="host", waits=("CLIP()",)),
+    ]
+    assert times({"r": actions}, {"F": 5, "STEP": host_seconds}) == {
+        "r/F": (0, 5),
+        "r/STEP": (0, host_seconds),
+        "r/FETCH_PARAM": (end - 2, end - 1),
+        "r/CLIP": (end - 1, end),
+    }

@@ -4,6 +4,7 @@
     optimizer/exp_avg/layers.0.weight  an optimizer state, likewise
     buffer/...                         the same on every rank
     state/...                          what techniques keep (step/strategy_tensors.py)
+    state/offload/weights/...          the weights of the device, where the host steps others beside
 
 A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
 and every rank of another plan finds in it what it holds.
@@ -30,6 +31,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
+from meshwright.plan.strategy_state import STATE_PREFIX
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class TensorShard:
 
 
 SavedTensor = torch.Tensor | TensorShard
+DEVICE_WEIGHTS = f"{STATE_PREFIX}offload/weights/"
 
 
 def model_state_dict(state: RankState) -> dict[str, SavedTensor]:
@@ -79,6 +82,43 @@ def model_state_dict(state: RankState) -> dict[str, SavedTensor]:
                 TensorShard(value.reshape(-1), 0, weight.shape, spans) if spans else value
             )
     return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trained_module.module)}
+
+
+def device_weights_state_dict(state: RankState) -> dict[str, SavedTensor]:
+    """Returns the weights that the device computes with, as this rank stores them, where the host steps
+    others beside (offload, delay); else nothing.
+    """
+    store, found = state.flat_params, dict[str, SavedTensor]()
+    for param in state.trained_module.model_spec.trainable if state.plan.sharding.tiers.delay else ():
+        name, flat_param, shard = param.name, store.flat_param_of(param.name), store.param_shard(param.name)
+        spans = store.param_slices.spans(name)
+        if flat_param is None:
+            weight = state.trained_module.parameters[name].detach()
+            found[f"{DEVICE_WEIGHTS}{name}"] = TensorShard(weight.reshape(-1), 0, param.shape, spans)
+        elif shard is not None and name in store.reported_param_names:
+            values = flat_param.shard[shard.shard_offset : shard.shard_offset + shard.numel]
+            found[f"{DEVICE_WEIGHTS}{name}"] = TensorShard(values, shard.begin, param.shape, spans)
+    return found
+
+
+@torch.no_grad()
+def load_device_weights(state: RankState, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Loads what `device_weights_state_dict` returned; a checkpoint of a plan without delay has none of
+    it.
+    """
+    store = state.flat_params
+    for param in state.trained_module.model_spec.trainable if state.plan.sharding.tiers.delay else ():
+        name, flat_param, shard = param.name, store.flat_param_of(param.name), store.param_shard(param.name)
+        target = state.trained_module.parameters[name].detach()
+        begin, end = 0, target.numel()
+        if flat_param is not None and flat_param.is_sharded:
+            if shard is None:
+                continue
+            target = flat_param.shard[shard.shard_offset : shard.shard_offset + shard.numel]
+            begin, end = shard.begin, shard.end
+        if f"{DEVICE_WEIGHTS}{name}" in state_dict:
+            values = store.param_slices.read_shard(name, state_dict, f"{DEVICE_WEIGHTS}{name}", begin, end)
+            target.copy_(values.view(target.shape))
 
 
 def filter_stage_state(

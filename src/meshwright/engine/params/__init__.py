@@ -8,6 +8,7 @@ tensor_parallel_slices  slices of parameters along a dim (tensor parallelism), a
 offloaded_states        states and gradients that rest on the host, and their copies
 disk_states             optimizer states and masters in a file, and the buffers that they pass through
 rank_file               the file of a rank for what rests on disk, read and written by a thread
+delayed_steps           steps of the optimizers that a thread runs beside the next step
 matrix_owners           optimizers of whole matrices: gather gradients to the owner, scatter its weights
 unshard_forward_hooks   full parameters for forwards and backwards outside of the action list
 """

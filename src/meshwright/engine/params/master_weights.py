@@ -186,7 +186,11 @@ class MasterWeights:
         """Yields the stepped parameters, one parameter group at a time."""
         stepped = self.optimizer_params
         for names in self._group_names:
-            gradients = tuple(self._host_gradients.get(name, self._weights[name].grad) for name in names)
+            # a thread that steps copies (delayed_steps) must not touch the weights' own gradients
+            gradients = tuple(
+                self._host_gradients[name] if name in self._host_gradients else self._weights[name].grad
+                for name in names
+            )
             yield UpdateGroup(
                 tuple(stepped[name] for name in names),
                 gradients,

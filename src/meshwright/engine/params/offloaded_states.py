@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.params.delayed_steps import DelayedSteps
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
@@ -64,6 +65,7 @@ class OffloadedStates:
         # shards that are to be added on the host, by parameter group, and where they lie until then
         self._sums: dict[str, _StagedSum] = {}
         self._staging: dict[str, torch.Tensor] = {}
+        self.delayed_steps = DelayedSteps(state)
         self.handlers: dict[str, Handler] = {
             "FETCH_STATES": self.fetch_states,
             "OFFLOAD_STATES": self.offload_states,
@@ -103,6 +105,7 @@ class OffloadedStates:
 
     def offload_grads(self, action: Action) -> None:
         """Starts to copy the summed gradients of a group to the host."""
+        self.delayed_steps.wait_for(action.previous_waits)
         store, host_memory = self._state.flat_params, self._state.host_memory
         flat_param = store.flat_param_of(action.tensors[0])
         if flat_param is None:
@@ -151,6 +154,7 @@ class OffloadedStates:
         """Starts to copy weights of a group to the device: the shard that rests on the host into the full
         tensor, or what the host has stepped.
         """
+        self.delayed_steps.wait_for(action.previous_waits)
         store = self._state.flat_params
         flat_param = store.flat_param_of(action.tensors[0])
         if flat_param is not None and flat_param.shard_is_remote:

@@ -2,6 +2,7 @@
 step.
 """
 
+from functools import partial
 from math import isfinite
 
 import torch
@@ -76,6 +77,7 @@ class ActionHandlers:
             state.stage_io.clear()
         self._norm_accumulates = False
         if self._step_is_open:  # the last step failed: its gradients must not be added to this one
+            state.offloaded.delayed_steps.wait_for_all()
             state.flat_params.master_weights.weight_stash.discard_all()
             self._end_update()
         self._step_is_open = True
@@ -168,7 +170,12 @@ class ActionHandlers:
                 and not self._is_harmful()
             )
         if state.step.updates:
-            state.update.step(action.tensors if action.subject else None)
+            update = partial(state.update.step, action.tensors if action.subject else None)
+            delayed = state.offloaded.delayed_steps
+            if delayed.is_active:
+                delayed.start(action.name, update)
+            else:
+                update()
         if action.starts_work:  # on the host, where it has ended with this call
             state.issue(action, CompletedWork())
         if action.name != self._last_steps[action.microbatch]:
@@ -259,7 +266,11 @@ class ActionHandlers:
         return self._state.step.loss_sum.item() / (self._state.token_counter.totals()[0] or 1.0)
 
     def _end_update(self) -> None:
-        self._state.update.clear_grad_scale()
+        delayed = self._state.offloaded.delayed_steps
+        if delayed.is_active:  # behind the steps that read it
+            delayed.start("clear", self._state.update.clear_grad_scale)
+        else:
+            self._state.update.clear_grad_scale()
         for parameter in self._trained_params:  # 10 us where the optimizer's own zero_grad takes 130
             parameter.grad = None
         self._step_is_open = False

@@ -42,7 +42,9 @@ from meshwright.engine.optim.make_optimizers import (
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import (
     SavedTensor,
+    device_weights_state_dict,
     filter_stage_state,
+    load_device_weights,
     load_model_state,
     load_optimizer_state,
     model_state_dict,
@@ -155,6 +157,12 @@ class StepExecutor:
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
+        clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
+        self._first_clip = next(clips, len(plan.actions))
+        if state.offloaded.delayed_steps.is_active and lr_scheduler is not None:
+            text = "a scheduler that was passed changes the rates while the host steps (offload, delay)"
+            fix = "pass none: name a schedule in the job (lr_schedule.name), or remove delay"
+            raise PlanError(text, fix=fix, location="lr_scheduler")
 
     def _handlers(
         self,
@@ -188,7 +196,9 @@ class StepExecutor:
         """
         state = self.state
         self._actions.begin_step(self.steps_done, batch, stop=stop)
-        lr = self.lr_schedule.begin_step(self.steps_done)
+        # steps of the last step may run on, at its rates, until this one needs what they have stepped
+        is_delayed = state.offloaded.delayed_steps.is_active
+        lr = 0.0 if is_delayed else self.lr_schedule.begin_step(self.steps_done)
         self._cursor, self._current_entries = (
             0,
             self._entries if profiler is None else wrap_with_profiler(self._entries, state.works, profiler),
@@ -205,6 +215,10 @@ class StepExecutor:
             else:
                 with profiler.record_span(f"forward({microbatch})", GLUE):
                     run_forward(state, microbatch, before_block, profiler.end_span, start.subject)
+        if is_delayed:
+            self._execute_until(self._first_clip)
+            state.offloaded.delayed_steps.wait_for_all()
+            lr = self.lr_schedule.begin_step(self.steps_done)
         self._execute_until(len(self._entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
@@ -242,10 +256,12 @@ class StepExecutor:
 
         Of sharded tensors this rank returns its shard; of a parameter with a master, the master.
         """
+        self.state.offloaded.delayed_steps.wait_for_all()
         local_state = (
             model_state_dict(self.state)
             | optimizer_state_dict(self.state, self._initial_group_numbers)
             | self.state.strategy_tensors.state_dict()
+            | device_weights_state_dict(self.state)
             | self.lr_schedule.state_dict()
         )
         return filter_stage_state(local_state, self.state.trained_module)
@@ -255,14 +271,17 @@ class StepExecutor:
 
         No element is read twice, and none that this rank does not hold.
         """
+        self.state.offloaded.delayed_steps.wait_for_all()
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
         self.state.strategy_tensors.load_state_dict(state_dict)
+        load_device_weights(self.state, state_dict)
         self.lr_schedule.load_state_dict(state_dict)
         self.steps_done = steps_done
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
+        self.state.offloaded.delayed_steps.wait_for_all()
         load_model_state(self.state, state_dict)
 
     def load_optimizer_state(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -299,6 +318,7 @@ class StepExecutor:
         A rank without `keep_result` only takes part, and holds one parameter group at a time. `use_masters`
         returns masters where there are any.
         """
+        self.state.offloaded.delayed_steps.wait_for_all()
         with self.state.world.ledger.pause_recording():
             values = self.state.flat_params.full_values("GATHER_FULL", use_masters=use_masters)
             full_values = gather_full_values(
@@ -325,10 +345,12 @@ class StepExecutor:
 
     def memory_by_category(self, tier: MemoryTier = "device") -> dict[str, int]:
         """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""
+        self.state.offloaded.delayed_steps.wait_for_all()
         return memory_by_category(self.state, tier)
 
     def close(self) -> None:
         """Restores the module's own forwards, and removes the file of what rests on disk."""
+        self.state.offloaded.delayed_steps.close()
         self.state.driver.detach()
         self.state.sequence_runner.restore_model()
         self.state.patches.restore_forwards()

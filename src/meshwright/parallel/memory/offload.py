@@ -23,6 +23,11 @@ is equal.
     host                        CLIP  STEP(0)          STEP(1)
     copy_in                                            FETCH_PARAM(0)   FETCH_PARAM(1)
 
+    step_on = "host", delay = 1: the host steps beside the next step of the device
+    compute    step 1: F B            LOCAL_NORM CLIP   step 2: F B            ...
+    copy       step 1:     FETCH_PARAM OFFLOAD_GRAD     step 2:     FETCH_PARAM OFFLOAD_GRAD
+    host       STEP of step 0                           STEP of step 1
+
     FETCH_STATES     copies optimizer states and masters of a group into a buffer on the device
     OFFLOAD_STATES   copies them back after STEP, and frees the buffer
     OFFLOAD_GRAD     copies the summed gradients of a group to the host
@@ -38,18 +43,30 @@ is equal.
 
 With `gradients`, a reduced shard is copied out of the reduction's buffer as soon as it is complete, beside
 the rest of the backward, and ACCUMULATE adds microbatches on the host. `host_gb` bounds the host memory of
-each rank: a plan that needs more is refused before anything starts. The first step of a run finds no
-optimizer states, so the device step copies the masters alone.
+each rank: a plan that needs more is refused before anything starts.
+
+With `delay = 1` the gradients of a step are computed at weights that lack the update of the step before:
+
+    w(t+1) = w(t) - rate(t) u(g at w(t-1))
+
+so the numbers are not those of one device; `verify` compares with a replay of these weights in one process. A
+checkpoint holds the stepped weights, and those that the device computes with; a plan without delay that
+loads it continues from the stepped ones. Evaluations use the weights of the device.
+
+The first step of a run finds no optimizer states, so the device step copies the masters alone.
 Cost: the device step takes as long as the copies, if they are slower than what they overlap with; the host
 step takes what a CPU needs for Adam (torch's fused kernel), bound by its memory.
-Limits: refused are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
+With a delay a step takes the longer of what the device and what the host needs, in place of their sum.
+Limits: a delay is for optimizer states alone, without loss guard and without schedulers of the caller.
+Refused are optimizers that read whole matrices (Muon, Adafactor), those that the caller makes,
 updates within a step (PipeDream) and data_parallel_master; gradients with replicas (replicate_axis) or
 parameters that several pipeline ranks use, because they are summed once more on the device.
 Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840 (sections 4 and 5: the host step); Rajbhandari et al.
-2021, "ZeRO-Infinity", arXiv 2104.07857 (section 5: streamed states).
+2021, "ZeRO-Infinity", arXiv 2104.07857 (section 5: streamed states). The delay is the "one-step delayed
+parameter update" of the first (section 5.2).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
@@ -82,8 +99,9 @@ HOST_GB_FIX = "write the GB of host memory that each rank may use, or remove hos
 class Offload(Strategy):
     """Keeps `what` in host memory; the device steps it group by group, or the host does.
 
-    `step_on` says who steps: "device" or "host". The device fetches the states of `prefetch` groups ahead.
-    Each rank may use `host_gb` GB (2^30 bytes) of host memory; None: no bound.
+    `step_on` says who steps: "device" or "host". The device fetches the states of `prefetch` groups ahead;
+    the host may step beside the next step (`delay` = 1). Each rank may use `host_gb` GB (2^30 bytes) of host
+    memory; None: no bound.
     """
 
     name: ClassVar[str] = "offload"
@@ -93,10 +111,17 @@ class Offload(Strategy):
     )
     step_on: SteppingTier = "device"
     prefetch: int = field(default=1, metadata=at_least(0))
+    delay: int = field(default=0, metadata=one_of(0, 1))
     host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
+        """Whether gradients are those of the newest weights."""
+        return not self.delay
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.offload"
+        yield from self._check_delay(job)
         if "optimizer_states" not in self.what:
             text = f"what = {list(self.what)} leaves out optimizer_states, the largest part"
             yield Diagnostic(text, 'add "optimizer_states" to what', f"{where}.what")
@@ -107,6 +132,21 @@ class Offload(Strategy):
             text = "prefetch is for states that the device steps, and the host steps them"
             yield Diagnostic(text, 'remove prefetch, or set step_on = "device"', where)
         yield from whole_matrix_diagnostics(sharding, self.name)
+
+    def _check_delay(self, job: Job) -> Iterator[Diagnostic]:
+        where = "strategies.offload.delay"
+        if not self.delay:
+            return
+        if self.step_on == "device":
+            text = "the device steps, so nothing runs beside its next step"
+            yield Diagnostic(text, 'set step_on = "host", or remove delay', where)
+        if len(self.what) > 1:
+            text = f"{' and '.join(self.what[1:])} on the host would be overwritten while the host steps"
+            yield Diagnostic(text, 'set what = ["optimizer_states"], or remove delay', where)
+        if job.guard.action != "off":
+            text = "the loss guard looks for the cause of a harmful step at its weights, and with a delay "
+            text += "the device has newer ones by then"
+            yield Diagnostic(text, 'set guard.action = "off", or remove delay', where)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.offload.what"
@@ -132,7 +172,7 @@ class Offload(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         states, gradients, weights = (self._tier_of(each) for each in get_args(OffloadedKind))
-        return replace(sharding, tiers=MemoryTiers(states, gradients, weights, self.step_on))
+        return replace(sharding, tiers=MemoryTiers(states, gradients, weights, self.step_on, self.delay))
 
     def _tier_of(self, kind: OffloadedKind) -> MemoryTier:
         return "host" if kind in self.what else "device"
@@ -212,17 +252,30 @@ def _step_on_host(
         host = Allocation(f"host gradient({step.subject})", nbytes, tier="host")
         grads[step.subject] = copy_of_group("OFFLOAD_GRAD", step, nbytes, waits, allocations=(host,))
     names = [grad.name for grad in grads.values()]
+    steps = [action for action in actions if action.kind == "STEP"]
     for at, action in enumerate(actions):
         if at == first:
-            found += grads.values()
+            found += _fetch_previous(steps, states) if strategy.delay else []
+            found += [_after_previous(grad) for grad in grads.values()] if strategy.delay else grads.values()
         if action.kind == "CLIP":
             found.append(with_waits(action, names))
         elif action.kind == "STEP":
             group = states[action.subject]
             copied = grads[action.subject].allocations if action.subject in grads else ()
             found.append(host_step(action, group, (each.name for each in copied)))
-            if group.update_nbytes:
+            if group.update_nbytes and not strategy.delay:
                 found.append(copy_of_group("FETCH_PARAM", action, group.update_nbytes, (action.name,)))
         else:
             found.append(action)
     return found
+
+
+def _fetch_previous(steps: Iterable[Action], states: Mapping[str, GroupStates]) -> list[Action]:
+    """Returns the copies of the weights that the host has stepped beside this step, behind their last use."""
+    stepped = ((step, states[step.subject].update_nbytes) for step in steps)
+    return [_after_previous(copy_of_group("FETCH_PARAM", step, n, ())) for step, n in stepped if n]
+
+
+def _after_previous(action: Action) -> Action:
+    """Returns `action`, waiting for the STEP of its group that the step before has started."""
+    return replace(action, previous_waits=(Action("STEP", action.subject).name,))

@@ -25,13 +25,14 @@ class MemoryTiers:
 
     Master weights rest with the optimizer states. Gradients are the summed shards, which the optimizer reads;
     weights are the shards that are stored of them between uses. What no strategy shards stays on the device.
-    What rests on disk is in a file in `disk_folder`.
+    The optimizer runs beside the next `delay` steps. What rests on disk is in a file in `disk_folder`.
     """
 
     optimizer_states: MemoryTier = "device"
     gradients: MemoryTier = "device"
     weights: MemoryTier = "device"
     step: SteppingTier = "device"
+    delay: int = 0
     disk_folder: str = ""
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:

@@ -154,7 +154,7 @@ def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Action:
     """One action of the step. `tensors` are the logical parameters it concerns, `waits` names of earlier
-    actions.
+    actions, `previous_waits` names of actions of the step before, which run on beside this one.
 
     `inner_transfers` are collectives inside the action: a block with sharded matrices communicates while it
     runs.
@@ -171,6 +171,7 @@ class Action:
     allocations: tuple[Allocation, ...] = ()
     frees: tuple[str, ...] = ()
     inner_transfers: tuple[Transfer, ...] = ()
+    previous_waits: tuple[str, ...] = ()
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -41,6 +41,7 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
         "microbatch": action.microbatch,
         "stream": action.stream,
         "waits": list(action.waits),
+        "previous_waits": list(action.previous_waits),
         "flops": action.flops,
         "allocations": [
             [
@@ -118,6 +119,7 @@ def _action_from_dict(fields: Mapping[str, Any]) -> Action:
         flops=fields.get("flops", 0),
         allocations=tuple(_allocation_from_list(*each) for each in fields.get("allocations", ())),
         frees=tuple(fields.get("frees", ())),
+        previous_waits=tuple(fields.get("previous_waits", ())),
     )
 
 

@@ -1,5 +1,8 @@
 """Simulates a program without devices: when each action runs, and whether the program deadlocks.
 
+Actions that the next step waits for (`previous_waits`) run beside it: in the timeline of a step they are
+those of the step before, and come first.
+
 Given the duration of each action, `simulate` assigns every action a start and an end under the two rules of
 the engine: a stream runs its actions in list order, and an action starts when all that it waits for has
 ended. A list that deadlocks is found here, without any device, and shown with an arrow. `TimelineSpan` is the
@@ -48,7 +51,8 @@ def simulate(
     """
     loop = EventLoop[str](len(program.roles))
     roles = [
-        _SimulatedRole(number, role.name, role.actions, loop) for number, role in enumerate(program.roles)
+        _SimulatedRole(number, role.name, steady_order(role.actions), loop)
+        for number, role in enumerate(program.roles)
     ]
     loop.run(lambda number, _: roles[number].advance(duration, comm_delay))
     if any(sim_role.blocked_at for sim_role in roles):
@@ -58,15 +62,33 @@ def simulate(
     return sorted(simulated, key=lambda simulated_action: (simulated_action.start, simulated_action.end))
 
 
+def steady_order(actions: Sequence[Action]) -> list[tuple[Action, tuple[str, ...]]]:
+    """Returns `actions`, each with what it waits for, as they run in every step but the first: what the step
+    before has left comes first, and waits for nothing of this step.
+    """
+    left = {name for action in actions for name in action.previous_waits}
+    carried = [(action, ()) for action in actions if action.name in left]
+    others = (action for action in actions if action.name not in left)
+    return [*carried, *((action, (*action.waits, *action.previous_waits)) for action in others)]
+
+
 class _SimulatedRole:
     """One worker of the event loop: the main thread of a role and its streams of communication."""
 
-    def __init__(self, number: int, role: str, actions: Sequence[Action], loop: EventLoop[str]) -> None:
-        self.number, self.role, self.actions, self._loop = number, role, actions, loop
+    def __init__(
+        self,
+        number: int,
+        role: str,
+        order: Sequence[tuple[Action, tuple[str, ...]]],
+        loop: EventLoop[str],
+    ) -> None:
+        self.number, self.role, self._loop = number, role, loop
+        self.actions = [action for action, _ in order]
         self.simulated: dict[int, SimulatedAction] = {}  # by index
         self._cursor = 0
-        self._names = [qualified_name(role, action.name) for action in actions]
-        self._waits = [[qualified_name(role, wait) for wait in action.waits] for action in actions]
+        self._names = [qualified_name(role, action.name) for action in self.actions]
+        self._stated_waits = [waits for _, waits in order]
+        self._waits = [[qualified_name(role, wait) for wait in waits] for waits in self._stated_waits]
         self._passed: set[str] = set()  # what the main thread has passed
         # by stream, pending actions and when they were issued; each peer has its own stream per direction
         self._issued: dict[StreamKey, deque[tuple[int, float]]] = {}
@@ -102,7 +124,7 @@ class _SimulatedRole:
             action, happened = self.actions[index], self._loop.happened
             missing = [
                 wait
-                for wait, name in zip(action.waits, self._waits[index], strict=True)
+                for wait, name in zip(self._stated_waits[index], self._waits[index], strict=True)
                 if name not in happened
             ]
             position = f"action {index} of {len(self.actions)}, {action.name}"

@@ -199,6 +199,8 @@ def staleness_text(plan: Plan) -> dict[str, str]:
         return {}
     names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
     rows = {"not exact": f"{names} does not compute the same as one device"}
+    if plan.sharding.tiers.delay:
+        rows |= {"gradients": "at weights that lack the last update, which the host makes beside a step"}
     lists = [role.actions for role in plan.program.roles]
     if not any(map(stepped_microbatches, lists)):
         return rows

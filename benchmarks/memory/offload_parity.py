@@ -1,0 +1,189 @@
+"""Offload beside any other technique: every plan ends with the bits of the same plan without it.
+
+    plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each with offload
+             in one of its modes: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
+             pipelines of every schedule} x {recomputation, gist, chunked loss} ...
+    bits     three steps of AdamW, bfloat16 with float32 masters, on threads: losses, norms, weights, masters
+             and optimizer states of every rank, with offload and without it
+    parity   the same plan beside one device in float64, as in random_plans: at most 1e-10
+    faults   engines and plans with a planted fault (planted_offload_faults.py): bits or the static checks of
+             the plan must tell
+
+The figure is the number of plans with equal bits and parity. Plans that are refused are drawn again.
+
+    python -m benchmarks.memory.offload_parity              100 plans and the faults; 15 minutes on 2 cores
+    python -m benchmarks.memory.offload_parity --only 17    one plan, with what differs; no result
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
+from itertools import count, islice
+from multiprocessing import get_context
+from random import Random
+
+import torch
+
+from benchmarks.harness.case_store import CaseStore
+from benchmarks.harness.result import Result
+from benchmarks.memory.planted_offload_faults import FAULTS, is_found
+from benchmarks.random_plans.combinations import Row
+from benchmarks.random_plans.offload_draws import with_offload
+from benchmarks.random_plans.random_draws import Draw, draw
+from benchmarks.random_plans.random_models import MODELS, analyzed_model
+from benchmarks.random_plans.random_plans import LIMIT_S, plan_or_refusal, try_plan
+from meshwright.api import make_plan, parallelize
+from meshwright.comm.collectives.group import World
+from meshwright.engine.optim.sharded_state_dict import TensorShard
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.memory.offload import Offload
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
+from meshwright.plan.plan import Plan
+from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.parity import TOLERANCE
+
+NAME = "offload_parity"
+CLAIM = (
+    "100 random plans with offload end with the bits of the same plan without it, and equal one device to "
+    "1e-10 in float64; every planted fault is found"
+)
+SEED, NUM_PLANS, NUM_STEPS = 28, 100, 3
+MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
+ADAMW = OptimizerConfig("adamw", lr=0.01, weight_decay=0.1)
+
+
+def draws(seed: int = SEED) -> Iterator[Draw]:
+    """Yields random plans with offload, without end."""
+    for number in count():
+        drawn = draw(seed, number)
+        others = tuple(each for each in drawn.strategies if not isinstance(each, Offload))
+        if drawn.perturbation or any(isinstance(each, DataParallelMaster) for each in others):
+            continue
+        offloaded = with_offload(Random(f"{seed}/{number}/mode"), others)
+        yield replace(drawn, strategies=offloaded, guard=False)
+
+
+def mixed_plan(drawn: Draw) -> Plan:
+    """Returns the plan of `drawn` with AdamW in mixed precision."""
+    job = replace(drawn.plan().job, optimizer=ADAMW, precision=MIXED)
+    return make_plan(analyzed_model(drawn.model), job, drawn.mesh, drawn.strategies, drawn.micro_batch)
+
+
+def digests(drawn: Draw) -> list[dict[str, str]]:
+    """Returns for each rank the digests of all that it holds after NUM_STEPS steps of `drawn`, by name."""
+    plan, model = mixed_plan(drawn), MODELS[drawn.model]
+    batches = model.batches(NUM_STEPS, drawn.num_samples)
+    last = drawn.num_samples - drawn.num_missing_samples
+    batches[-1] = {key: value[:last] for key, value in batches[-1].items()}
+
+    def train_rank(world: World) -> dict[str, str]:
+        torch.set_num_threads(1)
+        with parallelize(analyzed_model(drawn.model), plan, loss=model.loss(), world=world) as trainer:
+            metrics = [trainer.step(trainer.local_batch(batch)) for batch in batches]
+            found = {"metrics": torch.tensor([(each.loss, each.grad_norm) for each in metrics])}
+            for name, value in trainer.executor.state_dict().items():
+                found[name] = value.values if isinstance(value, TensorShard) else value
+            return {name: _digest(tensor) for name, tensor in found.items()}
+
+    return run_on_threads(train_rank, plan.mesh, timeout_s=LIMIT_S)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def without_offload(drawn: Draw) -> Draw:
+    """Returns `drawn` without offload."""
+    others = tuple(each for each in drawn.strategies if not isinstance(each, Offload))
+    return replace(drawn, strategies=others)
+
+
+def offload_of(drawn: Draw) -> Offload:
+    """Returns the offload of `drawn`."""
+    return next(each for each in drawn.strategies if isinstance(each, Offload))
+
+
+def mode_of(offload: Offload) -> str:
+    """Returns what is offloaded, and who steps, in words."""
+    return f"{' '.join(offload.what)}, {offload.step_on} steps"
+
+
+def other_bits(drawn: Draw) -> list[str]:
+    """Returns the names of what has other bits than without offload, with the rank."""
+    torch.set_num_threads(1)
+    pairs = zip(digests(drawn), digests(without_offload(drawn)), strict=True)
+    return [
+        f"rank {rank}: {name}"
+        for rank, (found, wanted) in enumerate(pairs)
+        for name in sorted({*found, *wanted})
+        if found.get(name) != wanted.get(name)
+    ]
+
+
+def compare(drawn: Draw) -> Row:
+    """Returns the row of one plan: its outcome beside one device, and what has other bits than without
+    offload.
+    """
+    row = {**try_plan(drawn), "mode": mode_of(offload_of(drawn))}
+    if row["outcome"] != "matched":
+        return row
+    other = other_bits(drawn)
+    return {**row, "outcome": "other bits" if other else "matched", "other_bits": other[:10]}
+
+
+def accepted_draws(wanted: int) -> list[Draw]:
+    """Returns the first `wanted` draws that are not refused, neither in float64 nor in mixed precision."""
+    made = (each for each in draws() if isinstance(plan_or_refusal(each), Plan))
+    return list(islice(made, wanted))
+
+
+def result(rows: Sequence[Row], faults: dict[str, str]) -> Result:
+    """Returns the result of these plans and of the planted faults, each with how it was found, or ""."""
+    errors = [
+        float(row.get("error", float("inf"))) if row["outcome"] == "matched" else float("inf") for row in rows
+    ]
+    detail = {
+        "seed": SEED,
+        "modes": dict(Counter(str(row["mode"]) for row in rows)),
+        "equal": sum(row["outcome"] == "matched" for row in rows),
+        "findings": [row for row in rows if row["outcome"] != "matched"],
+        "faults": faults,
+        "faults_found": sum(map(bool, faults.values())),
+        "techniques": {
+            name: sum(name in row["techniques"] for row in rows)
+            for name in sorted({name for row in rows for name in row["techniques"]})
+        },
+    }
+    found = Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+    return replace(found, holds=bool(found.holds) and all(faults.values()))
+
+
+def main() -> None:
+    """Compares the plans, plants the faults, and writes the result."""
+    parser = ArgumentParser(description="offload beside other techniques")
+    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
+    options = parser.parse_args()
+    if options.only >= 0:
+        (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
+        print(compare(drawn))
+        return
+    store = CaseStore(NAME)
+    known, chosen = store.read(), accepted_draws(NUM_PLANS)
+    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
+        left = [each for each in chosen if str(each) not in known]
+        for row in pool.map(compare, left):
+            store.add(row)
+            known[str(row["case"])] = row
+            print(row["outcome"], row["case"], row.get("message", ""), file=sys.stderr, flush=True)
+    faults = {name: is_found(fault) for name, fault in FAULTS.items()}
+    print(result([known[str(each)] for each in chosen], faults).write(NAME))
+
+
+if __name__ == "__main__":
+    main()
