@@ -8,7 +8,7 @@ from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS, ON_DEVICE, Memor
 
 def test_everything_rests_and_is_stepped_on_the_device_by_default():
     assert get_args(MemoryTier) == MEMORY_TIERS
-    assert set(astuple(ON_DEVICE)) == {"device", ""}  # and no folder on a disk
+    assert set(astuple(ON_DEVICE)) == {"device", 0, ""}  # no delay, no folder
     assert not ON_DEVICE.host_steps_copy(is_stored_sharded=True)
 
 
