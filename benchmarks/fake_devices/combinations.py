@@ -34,7 +34,6 @@ from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
-from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -220,8 +219,6 @@ def _memory() -> Iterator[tuple[str, Layout]]:
     yield "activation offload", Layout(Mesh(), (ActivationOffload(),))
     inputs = (ActivationCheckpointing(), ActivationOffload(prefetch=0))
     yield "checkpointing, activation offload", Layout(Mesh(), inputs)
-    yield "offload, device", Layout(Mesh(), (Offload(),))
-    yield "offload, host", Layout(Mesh(), (Offload(step_on="host"),))
     yield "gist", Layout(Mesh(), (Gist(backward_dtype="bfloat16"),))
     yield "tiled mlp", Layout(Mesh(), (TiledMLP(2), ChunkedLoss(2)))
     sharded = (SHARDS, ZeRO(), ActivationCheckpointing())

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.parallel.memory.test_offload_combinations import job
 
 from benchmarks.harness.live_bytes import live_bytes
 from meshwright.api import make_plan, parallelize
@@ -26,6 +25,7 @@ from meshwright.plan.step.memory.model_states import group_states
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
+from tests.parallel.memory.tiers.test_offload_combinations import job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 

@@ -5,8 +5,6 @@ from threading import get_ident
 
 import pytest
 import torch
-from tests.parallel.memory.test_activation_offload_runs import FLOAT64, planned_copies, trained
-from tests.parallel.memory.test_offload_combinations import MIXED, job
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.api import make_plan, trace
@@ -33,6 +31,8 @@ from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
+from tests.parallel.memory.tiers.test_activation_offload_runs import FLOAT64, planned_copies, trained
+from tests.parallel.memory.tiers.test_offload_combinations import MIXED, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import executor_of
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tests.parallel.memory.test_offload_combinations import MIXED, job
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -39,6 +38,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies, sgd_job
 from tests.parallel.memory.test_gist import images
+from tests.parallel.memory.tiers.test_offload_combinations import MIXED, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import NUM_SAMPLES, analyzed_model, executor_of, tiny_job, token_samples
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.parallel.memory.test_offload_combinations import FP16, SPLIT, ended, job
 
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
@@ -26,6 +25,7 @@ from tests.engine.one_device import bits
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies
 from tests.parallel.memory import test_offload_combinations
+from tests.parallel.memory.tiers.test_offload_combinations import FP16, SPLIT, ended, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
