@@ -32,8 +32,6 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
-from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
-from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -216,9 +214,6 @@ def _memory() -> Iterator[tuple[str, Layout]]:
     yield "checkpointing", Layout(Mesh(), (ActivationCheckpointing(),))
     yield "memory budget", Layout(Mesh(), (MemoryBudget(),))
     yield "chunked loss", Layout(Mesh(), (ChunkedLoss(3),))
-    yield "activation offload", Layout(Mesh(), (ActivationOffload(),))
-    inputs = (ActivationCheckpointing(), ActivationOffload(prefetch=0))
-    yield "checkpointing, activation offload", Layout(Mesh(), inputs)
     yield "gist", Layout(Mesh(), (Gist(backward_dtype="bfloat16"),))
     yield "tiled mlp", Layout(Mesh(), (TiledMLP(2), ChunkedLoss(2)))
     sharded = (SHARDS, ZeRO(), ActivationCheckpointing())
@@ -229,8 +224,6 @@ def _memory() -> Iterator[tuple[str, Layout]]:
 def _together() -> Iterator[tuple[str, Layout]]:
     tensor, pipeline = TensorParallel(), Pipeline()
     yield "tp, ddp", Layout(Mesh(dp_replicate=3, tp=2), (REPLICAS, DDP(), tensor))
-    parts = (tensor, ActivationCheckpointing(("*",)), PartitionedActivations(prefetch=0))
-    yield "tp, partitioned activations", Layout(Mesh(tp=2), parts)
     yield "tp, zero 3", Layout(Mesh(dp_shard=3, tp=2), (SHARDS, ZeRO(), tensor, VocabParallel()))
     yield "pipeline, ddp", Layout(Mesh(pp=3, dp_replicate=2), (pipeline, REPLICAS, DDP()), FOUR)
     yield "pipeline, zero 3", Layout(Mesh(pp=2, dp_shard=3), (pipeline, SHARDS, ZeRO()), FOUR)
