@@ -24,7 +24,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies
-from tests.parallel.memory import test_offload_combinations
+from tests.parallel.memory.tiers import test_offload_combinations
 from tests.parallel.memory.tiers.test_offload_combinations import FP16, SPLIT, ended, job
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
