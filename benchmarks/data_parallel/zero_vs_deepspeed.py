@@ -16,16 +16,16 @@ CPU seconds of all ranks decide the time; a second DeepSpeed is the twin.
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure, overall
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, overall
 from benchmarks.harness.peer_environment import DEEPSPEED_VERSION, ensure_deepspeed
 from benchmarks.harness.rank_processes import Build, Ranks
 from benchmarks.harness.result import Result, stored, unresolved
+from benchmarks.harness.side_by_side import measure_sides
 from benchmarks.models.llama_steps import HEAVY, deepspeed_zero, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_deepspeed"
@@ -50,17 +50,7 @@ def times(ranks: int, window: Window) -> Rounds:
         ("ours", sharded, {"zero": {"stage": 3}}),
         ("twin", deepspeed_zero, {"stage": 3}),
     )
-    with ExitStack() as opened:
-        preload = (*HEAVY, "deepspeed")
-        ranks_of_sides = [
-            opened.enter_context(
-                Ranks(
-                    name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **arguments
-                )
-            )
-            for name, build, arguments in sides
-        ]
-        return measure(ranks_of_sides, window)
+    return measure_sides(sides, ranks, window, (*HEAVY, "deepspeed"), workload=workload)
 
 
 def resident(rank: int, size: int, *, build_step: Build, **arguments: Any) -> Callable[[], object]:

@@ -20,7 +20,6 @@ figures: those in bfloat16 where the processor has no instructions for it, and p
 import sys
 import timeit
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,10 +27,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure
-from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare
+from benchmarks.harness.rank_processes import Build
 from benchmarks.harness.result import Result, stored, unresolved
-from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store, fsdp, sharded
+from benchmarks.harness.side_by_side import measure_sides
+from benchmarks.models.llama_steps import ddp, fsdp, sharded
 
 NAME = "zero_vs_torch"
 CLAIM = (
@@ -85,24 +85,7 @@ def run(row: Row, window: Window) -> Rounds:
     ours: Mapping[str, Any] = {"zero": {"stage": row.stage}, "precision": row.precision}
     peer: Mapping[str, Any] = {**row.arguments, "half": row.half}
     sides = ((row.peer, row.build, peer), ("ours", sharded, ours), ("twin", row.build, peer))
-    with ExitStack() as opened:
-        return measure(
-            [
-                opened.enter_context(
-                    Ranks(
-                        name,
-                        build,
-                        row.ranks,
-                        preload=HEAVY,
-                        workload=row.workload,
-                        store=fresh_store(),
-                        **arguments,
-                    )
-                )
-                for name, build, arguments in sides
-            ],
-            window,
-        )
+    return measure_sides(sides, row.ranks, window, workload=row.workload)
 
 
 def main() -> None:

@@ -11,16 +11,15 @@ CPU seconds of all ranks decide. A second layer of each peer is the twin that sh
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.experts.layer_steps import LayerSize, deepspeed_distributed, one_process, our_distributed
-from benchmarks.harness.interleaved_timing import Rounds, Window, compare, measure
+from benchmarks.harness.interleaved_timing import Rounds, Window, compare
 from benchmarks.harness.peer_environment import ensure_deepspeed
-from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.rank_processes import Build
 from benchmarks.harness.result import Result
-from benchmarks.models.llama_steps import fresh_store
+from benchmarks.harness.side_by_side import measure_sides
 
 NAME = "expert_layer_vs_peers"
 CLAIM = (
@@ -52,22 +51,10 @@ class Workload:
 
     def rounds(self, window: Window) -> Rounds:
         """Returns the rounds of the peer, of ours, and of the twin."""
-        with ExitStack() as opened:
-            sides = [
-                opened.enter_context(
-                    Ranks(
-                        name,
-                        side.build,
-                        self.num_processes,
-                        preload=PRELOAD,
-                        layer_size=tuple(self.size),
-                        store=fresh_store(),
-                        **side.arguments,
-                    )
-                )
-                for name, side in (("peer", self.peer), ("ours", self.ours), ("twin", self.peer))
-            ]
-            return measure(sides, window)
+        named = (("peer", self.peer), ("ours", self.ours), ("twin", self.peer))
+        sides = ((name, side.build, side.arguments) for name, side in named)
+        size = tuple(self.size)
+        return measure_sides(sides, self.num_processes, window, PRELOAD, layer_size=size)
 
 
 WORKLOADS: Mapping[str, Workload] = {

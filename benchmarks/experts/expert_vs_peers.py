@@ -12,15 +12,13 @@ A second loop of each peer is the twin that shows the noise.
 """
 
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 
 from benchmarks.experts.mixtral_steps import alone, ours, peer
-from benchmarks.harness.interleaved_timing import Rounds, Window, compare, measure, overall
-from benchmarks.harness.rank_processes import Ranks
+from benchmarks.harness.interleaved_timing import Rounds, Window, compare, overall
 from benchmarks.harness.result import Result
-from benchmarks.models.llama_steps import fresh_store
+from benchmarks.harness.side_by_side import measure_sides
 
 NAME = "expert_vs_peers"
 CLAIM = (
@@ -44,12 +42,8 @@ def exchanged(rounds: Rounds, name: str) -> float:
 def main() -> None:
     """Measure and write the result."""
     quick = "--quick" in sys.argv[1:]
-    with ExitStack() as opened:
-        sides = [
-            opened.enter_context(Ranks(name, build, RANKS, preload=PRELOAD, store=fresh_store()))
-            for name, build in SIDES.items()
-        ]
-        rounds = measure(sides, QUICK if quick else WINDOW)
+    sides = ((name, build, {}) for name, build in SIDES.items())
+    rounds = measure_sides(sides, RANKS, QUICK if quick else WINDOW, PRELOAD)
     pairs = {"step": ("transformers", "twin", BAR), "alone": ("alone", "twin alone", ALONE_BAR)}
     rows = {}
     for row, (base, twin, bar) in pairs.items():

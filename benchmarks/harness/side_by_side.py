@@ -1,16 +1,16 @@
-"""Compares two training steps on several workloads; a second instance of the base step, the twin, shows the
-noise.
+"""Measures training steps in turn, and compares two of them on several workloads; a second instance of the
+base step, the twin, shows the noise.
 
 base, ours, twin, base, ours, twin ...      one step each, in turn; the twin is the base step once more
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.interleaved_timing import Window, compare, measure
+from benchmarks.harness.interleaved_timing import Rounds, Window, compare, measure
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
@@ -32,6 +32,26 @@ class WorkloadBar:
 
     bar: float
     window: Window
+
+
+def measure_sides(
+    sides: Iterable[tuple[str, Build, Mapping[str, Any]]],
+    num_ranks: int,
+    window: Window,
+    preload: Sequence[str] = HEAVY,
+    **common: Any,
+) -> Rounds:
+    """Returns the rounds of `sides`, each a name, a function that builds its step, and arguments of that
+    beside those in `common`; on `num_ranks` processes each, with a store of their own.
+    """
+    with ExitStack() as opened:
+        ranks = [
+            opened.enter_context(
+                Ranks(name, build, num_ranks, preload=preload, store=fresh_store(), **common, **arguments)
+            )
+            for name, build, arguments in sides
+        ]
+        return measure(ranks, window)
 
 
 def compare_steps(

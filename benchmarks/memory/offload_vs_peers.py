@@ -17,18 +17,18 @@ of the peer is the twin that shows the noise. A peer that does not start is told
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare
 from benchmarks.harness.peer_environment import DEEPSPEED_VERSION, ensure_deepspeed
-from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.rank_processes import Build
 from benchmarks.harness.result import Result
-from benchmarks.models.llama_steps import HEAVY, OPTIMIZER, deepspeed_zero, fresh_store, fsdp, sharded
+from benchmarks.harness.side_by_side import measure_sides
+from benchmarks.models.llama_steps import HEAVY, OPTIMIZER, deepspeed_zero, fsdp, sharded
 
 NAME = "offload_vs_peers"
 CLAIM = (
@@ -109,24 +109,7 @@ def run(row: Row, window: Window) -> Rounds:
         ("ours", row.our_step, row.our_arguments),
         ("twin", row.peer_step, row.peer_arguments),
     )
-    with ExitStack() as opened:
-        return measure(
-            [
-                opened.enter_context(
-                    Ranks(
-                        name,
-                        build,
-                        row.ranks,
-                        preload=(*HEAVY, "deepspeed"),
-                        store=fresh_store(),
-                        **row.common,
-                        **arguments,
-                    )
-                )
-                for name, build, arguments in sides
-            ],
-            window,
-        )
+    return measure_sides(sides, row.ranks, window, (*HEAVY, "deepspeed"), **row.common)
 
 
 def main() -> None:

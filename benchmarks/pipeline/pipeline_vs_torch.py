@@ -23,7 +23,6 @@ second loop of torch is the twin that shows the noise (A/A). CPU seconds leave o
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -36,11 +35,11 @@ from benchmarks.harness.interleaved_timing import (
     Window,
     compare,
     interval,
-    measure,
     overall,
 )
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result, stored
+from benchmarks.harness.side_by_side import measure_sides
 from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store
 from benchmarks.pipeline.sleeping_stages import SleepStep, sleeping_pipeline
 from benchmarks.pipeline.step_ours_and_torch import (
@@ -91,23 +90,9 @@ def rounds_of(
     sides: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]], workload: str, window: Window
 ) -> Rounds:
     """Measures the rounds of all `sides`, each a builder and its arguments."""
-    with ExitStack() as opened:
-        made = [
-            opened.enter_context(
-                Ranks(
-                    name,
-                    build,
-                    RANKS,
-                    preload=PRELOAD,
-                    workload=workload,
-                    store=fresh_store(),
-                    num_microbatches=NUM_MICROBATCHES,
-                    **how,
-                )
-            )
-            for name, (build, how) in sides.items()
-        ]
-        return measure(made, window)
+    named = ((name, build, how) for name, (build, how) in sides.items())
+    common = {"workload": workload, "num_microbatches": NUM_MICROBATCHES}
+    return measure_sides(named, RANKS, window, PRELOAD, **common)
 
 
 def against_torch(schedule: str, duration: Duration) -> tuple[Rounds, Comparison, Comparison]:

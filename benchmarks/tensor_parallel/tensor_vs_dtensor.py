@@ -17,15 +17,15 @@ shown for comparison, and has no bar.
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks.data_parallel.zero_vs_deepspeed import resident
-from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure, overall
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, overall
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
+from benchmarks.harness.side_by_side import measure_sides
 from benchmarks.models.llama_steps import HEAVY, fresh_store
 from benchmarks.tensor_parallel.step_ours_and_dtensor import byte_counting_step, dtensor, ours
 
@@ -52,14 +52,8 @@ PRELOAD = (*HEAVY, "torch.distributed.tensor.parallel")
 
 def times(workload: str, window: Window) -> Rounds:
     """Returns the rounds of one workload."""
-    with ExitStack() as opened:
-        ranks_of_sides = [
-            opened.enter_context(
-                Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), **options)
-            )
-            for name, (build, options) in SIDES.items()
-        ]
-        return measure(ranks_of_sides, window)
+    sides = ((name, build, options) for name, (build, options) in SIDES.items())
+    return measure_sides(sides, RANKS, window, PRELOAD, workload=workload)
 
 
 def sent(workload: str, name: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from meshwright.planner.search.offload_when_needed import (
     offload_notes,
     offload_repair,
     search_or_offload,
-    unknown_rates,
+    unknown_rate_keys,
     unpriced_modes,
 )
 from meshwright.planner.search.request import SearchRequest
@@ -75,7 +75,7 @@ def test_a_mode_without_a_rate_has_no_price_and_is_named():
     found_by, found = search_or_offload(asked)
     assert {each.config.offload for each in found.best} <= {"device_step"}
     assert unpriced_modes(asked) == ("host_step", "gradients", "everything")
-    assert unknown_rates(asked) == ("host_memory_gb_s",)
+    assert unknown_rate_keys(asked) == ("host_memory_gb_s",)
     notes = " ".join(offload_notes(found_by, found))
     assert "not priced, because host_memory_gb_s of H100 is not known: offload host_step, gradients" in notes
     assert "in its memory, which is not known: write host_gb" in notes

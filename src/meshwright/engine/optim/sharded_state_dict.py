@@ -96,7 +96,7 @@ def device_weights_state_dict(state: RankState) -> dict[str, SavedTensor]:
             weight = state.trained_module.parameters[name].detach()
             found[f"{DEVICE_WEIGHTS}{name}"] = TensorShard(weight.reshape(-1), 0, param.shape, spans)
         elif shard is not None and name in store.reported_param_names:
-            values = flat_param.shard[shard.shard_offset : shard.shard_offset + shard.numel]
+            values = flat_param.shard[shard.in_shard]
             found[f"{DEVICE_WEIGHTS}{name}"] = TensorShard(values, shard.begin, param.shape, spans)
     return found
 
@@ -114,7 +114,7 @@ def load_device_weights(state: RankState, state_dict: Mapping[str, torch.Tensor]
         if flat_param is not None and flat_param.is_sharded:
             if shard is None:
                 continue
-            target = flat_param.shard[shard.shard_offset : shard.shard_offset + shard.numel]
+            target = flat_param.shard[shard.in_shard]
             begin, end = shard.begin, shard.end
         if f"{DEVICE_WEIGHTS}{name}" in state_dict:
             values = store.param_slices.read_shard(name, state_dict, f"{DEVICE_WEIGHTS}{name}", begin, end)

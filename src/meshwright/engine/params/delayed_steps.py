@@ -33,11 +33,14 @@ class DelayedSteps:
             fix = "pass none: name a schedule in the job (lr_schedule.name), or remove delay"
             raise PlanError(text, fix=fix, location="lr_scheduler")
 
-    def start(self, name: str, step: Callable[[], None]) -> None:
-        """Gives `step`, that of the action `name`, to the thread, behind those that it has."""
+    def run(self, name: str, step: Callable[[], None]) -> None:
+        """Gives `step`, that of the action `name`, to the thread, behind those that it has; without delay,
+        runs it.
+        """
         if self._thread is None:
-            raise ValueError("the plan has no delay")
-        self._under_way[name] = self._thread.submit(step)
+            step()
+        else:
+            self._under_way[name] = self._thread.submit(step)
 
     def wait_for(self, names: Iterable[str]) -> None:
         """Waits for the steps of the actions `names`; raises what one has raised, and forgets the others."""

@@ -74,11 +74,7 @@ class FlatParam:
     def param_gradient(self, name: str) -> torch.Tensor | None:
         """Returns the summed gradient of that part, flat; None before the first backward."""
         param_shard = self.param_shard(name)
-        return (
-            None
-            if self.gradient is None
-            else self.gradient[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
-        )
+        return None if self.gradient is None else self.gradient[param_shard.in_shard]
 
     @property
     def master_nbytes(self) -> int:
@@ -111,14 +107,13 @@ class FlatParam:
 
     def shard_values(self, param_shard: ParamShard) -> torch.Tensor:
         """Returns the values of a part of the shard in the widest dtype, flat."""
-        return self.optimizer_tensor[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
+        return self.optimizer_tensor[param_shard.in_shard]
 
     def load_values(self, param_shard: ParamShard, values: torch.Tensor) -> None:
         """Copies the flat `values` of the part `param_shard` into the stepped tensor and the shard."""
-        begin, end = param_shard.shard_offset, param_shard.shard_offset + param_shard.numel
         tensors = (self.optimizer_tensor, self.shard, self.host_weights)  # some may be one
         for tensor in {id(each): each for each in tensors if each is not None}.values():
-            tensor[begin:end].copy_(values)
+            tensor[param_shard.in_shard].copy_(values)
 
     def load_part(self, param_shard: ParamShard, full_values: torch.Tensor) -> None:
         """Copies the part `param_shard` of the weight's `full_values` likewise."""
@@ -126,9 +121,7 @@ class FlatParam:
 
     def shard_view(self, flat: torch.Tensor, param_shard: ParamShard) -> torch.Tensor:
         """Returns the place of `param_shard` in `flat`, in the shape in which it is stepped."""
-        return flat[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel].view(
-            self.optimizer_params[param_shard.name].shape
-        )
+        return flat[param_shard.in_shard].view(self.optimizer_params[param_shard.name].shape)
 
     def round_master(self) -> None:
         """Copies the master, rounded, into the shard, or into the stepped weights on the host."""

@@ -40,9 +40,9 @@ from meshwright.plan.step.memory.memory_names import (
 from meshwright.plan.step.memory.recomputed_segments import recompute_segments
 from meshwright.plan.step.program import Action, Allocation
 from meshwright.plan.step.single_device_program import (
+    ACTIVATION_KINDS,
     FORWARD_KINDS,
     INPUT_DROPPED_FORWARD,
-    PARAM_USE_KINDS,
     WEIGHT_GRAD_KINDS,
     samples_per_microbatch,
 )
@@ -51,7 +51,6 @@ OPS_PER_BYTE = 20  # operations in the time of a byte read or written, where no 
 GIST_PASSES = 4  # over each encoded tensor
 GIST = "gist"
 MAX_TRIED = 64  # choices that are tried on a program
-ACTIVATION_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD")  # and what is received
 EVEN_FIX = "use a mesh on which each rank has as many, or activation_checkpointing"
 
 

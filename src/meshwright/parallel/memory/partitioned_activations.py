@@ -53,7 +53,9 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.activation_copies import (
     GATHER,
     PARTITION,
+    ActivationMove,
     BackwardPlaces,
+    insert_moves,
     num_calls_between,
 )
 from meshwright.plan.step.memory.kept_inputs import (
@@ -64,7 +66,7 @@ from meshwright.plan.step.memory.kept_inputs import (
 )
 from meshwright.plan.step.memory.memory_names import kept_part_name
 from meshwright.plan.step.memory.recomputed_segments import refuse_dropped_inputs
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
@@ -121,9 +123,7 @@ class PartitionedActivations(Strategy):
             for block_call, found in kept_inputs(actions, view, job, self.name).items()
         }
         places = BackwardPlaces.of(actions)
-        behind: dict[int, list[Action]] = {}
-        before: dict[int, list[tuple[int, Action]]] = {}
-        waits: dict[int, list[str]] = {}
+        moves = list[ActivationMove]()
         kept: dict[int | None, list[KeptInput]] = {}
         for index, forward in enumerate(actions):
             if forward.kind != CHECKPOINTED_FORWARD or not inputs.get(forward.subject):
@@ -132,19 +132,11 @@ class PartitionedActivations(Strategy):
             gather_at = places.fetch_index(key, index, self.prefetch)
             if num_calls_between(actions, index, gather_at) <= self.prefetch + 1:
                 continue  # its backward follows at once
-            number = places.numbers[key]
+            reader = places.starts[places.numbers[key]]
             for each in inputs[forward.subject]:
-                partition, gather = self._pair(forward, each, view)
-                behind.setdefault(index, []).append(partition)
-                before.setdefault(gather_at, []).append((number, gather))
-                waits.setdefault(places.starts[number], []).append(gather.name)
+                moves.append(ActivationMove(*self._pair(forward, each, view), index, gather_at, (reader,)))
                 kept.setdefault(forward.microbatch, []).append(each)
-        found = list[Action]()
-        for index, action in enumerate(split_kept_inputs(actions, kept)):
-            found += (gather for _, gather in sorted(before.get(index, ()), key=lambda pair: pair[0]))
-            found.append(with_waits(action, waits.get(index, ())))
-            found += behind.get(index, ())
-        return found
+        return insert_moves(split_kept_inputs(actions, kept), moves)
 
     def _pair(self, forward: Action, kept: KeptInput, view: RankView) -> tuple[Action, Action]:
         num_ranks, microbatch = view.plan.mesh.size(self.axis), forward.microbatch

@@ -49,6 +49,11 @@ class ParamShard:
         """The number of elements."""
         return self.end - self.begin
 
+    @property
+    def in_shard(self) -> slice:
+        """The range of the elements in the shard of their rank."""
+        return slice(self.shard_offset, self.shard_offset + self.numel)
+
 
 @dataclass(frozen=True)
 class FlatParamSpec:

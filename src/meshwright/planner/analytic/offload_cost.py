@@ -34,6 +34,7 @@ Paper: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; Rajbhandari et al. 202
 2104.07857.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.hardware.streams import Resource
@@ -163,7 +164,17 @@ def needed_rates(mode: OffloadMode) -> tuple[Resource, ...]:
     return ("host link",) if mode == "device_step" else ("host link", "host memory")
 
 
+def unknown_rates(machine: Machine, modes: Iterable[OffloadMode]) -> list[Resource]:
+    """Returns what has to be known of the host of `machine` to price all `modes`, and is not."""
+    known = {"host link": machine.device.host_link_rate, "host memory": machine.device.host_memory_rate}
+    return sorted({each for mode in modes for each in needed_rates(mode) if not known[each]})
+
+
+def rate_key(resource: Resource) -> str:
+    """Returns the key of a [device] table that gives the rate of `resource`."""
+    return f"{resource.replace(' ', '_')}_gb_s"
+
+
 def priced_modes(machine: Machine) -> tuple[OffloadMode, ...]:
     """Returns the modes of which all rates are known."""
-    rates = {"host link": machine.device.host_link_rate, "host memory": machine.device.host_memory_rate}
-    return tuple(mode for mode in OFFLOAD_MODES if all(rates[each] for each in needed_rates(mode)))
+    return tuple(mode for mode in OFFLOAD_MODES if not unknown_rates(machine, (mode,)))

@@ -30,16 +30,10 @@ from meshwright.plan.step.memory.model_states import (
     param_update_nbytes,
 )
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
+from meshwright.plan.step.single_device_program import ACTIVATION_KINDS
 from meshwright.plan.strategy_state import local_state_nbytes
 
-# actions that allocate activations, and gradients that are not kept
-TRANSIENT_KINDS = (
-    *PARAM_USE_KINDS,
-    *ACTIVATION_COPIES,
-    *ACTIVATION_PARTS,
-    *("LOSS", "CONCAT", "CONCAT_GRAD"),
-)
+TRANSIENT_KINDS = (*ACTIVATION_KINDS, *ACTIVATION_COPIES, *ACTIVATION_PARTS)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.planner.analytic.offload_cost import needed_rates, priced_modes
+from meshwright.planner.analytic.offload_cost import priced_modes, rate_key, unknown_rates
 from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, OffloadMode
 from meshwright.planner.search.max_fit import fits
 from meshwright.planner.search.request import SearchRequest
@@ -41,12 +41,9 @@ def unpriced_modes(request: SearchRequest) -> tuple[OffloadMode, ...]:
     return tuple(mode for mode in OFFLOAD_MODES if mode not in known)
 
 
-def unknown_rates(request: SearchRequest) -> tuple[str, ...]:
+def unknown_rate_keys(request: SearchRequest) -> tuple[str, ...]:
     """Returns the keys of a [device] table that would give `unpriced_modes` a price."""
-    device = request.machine.device
-    known = {"host link": device.host_link_rate, "host memory": device.host_memory_rate}
-    lacking = {each for mode in unpriced_modes(request) for each in needed_rates(mode) if not known[each]}
-    return tuple(f"{each.replace(' ', '_')}_gb_s" for each in sorted(lacking))
+    return tuple(map(rate_key, unknown_rates(request.machine, OFFLOAD_MODES)))
 
 
 def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]:
@@ -54,7 +51,7 @@ def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]
     best, machine = result.best[0], request.machine
     if best.config.offload == "none":
         return
-    lacking = " and ".join(unknown_rates(request))
+    lacking = " and ".join(unknown_rate_keys(request))
     if len(request.offload_modes) > 1:
         yield "nothing fits without offload to host memory"
     if lacking:
@@ -72,7 +69,7 @@ def offload_repair(request: SearchRequest) -> str:
     """Returns what is missing for offload to make something fit: a rate, or memory of hosts; otherwise ""."""
     if request.offload_modes != ON_DEVICES:
         return ""
-    lacking = unknown_rates(request)
+    lacking = unknown_rate_keys(request)
     if lacking and fits(replace(request, offload_modes=unpriced_modes(request))):
         keys = " and ".join(lacking)
         return f"offload to host memory, which fits and has no price: write {keys} in a [device] table"

@@ -22,7 +22,7 @@ from meshwright.planner.analytic.closed_form_memory import (
     estimate_memory,
 )
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.offload_cost import needed_rates
+from meshwright.planner.analytic.offload_cost import rate_key, unknown_rates
 from meshwright.planner.analytic.parallel_config import (
     OffloadMode,
     ParallelConfig,
@@ -127,13 +127,9 @@ class SearchRequest:
 
     def _offload_diagnostics(self) -> Iterator[Diagnostic]:
         """Yields the rates without which a mode of offload has no price."""
-        device = self.machine.device
-        known = {"host link": device.host_link_rate, "host memory": device.host_memory_rate}
-        needed = {each for mode in self.offload_modes for each in needed_rates(mode)}
-        for resource in sorted(each for each in needed if not known[each]):
-            text = f"offload over the {resource} of {device.name}, whose rate is not known"
-            key = f"{resource.replace(' ', '_')}_gb_s"
-            fix = f"write {key} in a [device] table (docs/howto/choose_a_plan.md)"
+        for resource in unknown_rates(self.machine, self.offload_modes):
+            text = f"offload over the {resource} of {self.machine.device.name}, whose rate is not known"
+            fix = f"write {rate_key(resource)} in a [device] table (docs/howto/choose_a_plan.md)"
             yield Diagnostic(text, fix, "offload")
 
     def _axis_diagnostics(self) -> Iterator[Diagnostic]:

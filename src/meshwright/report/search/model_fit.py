@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.planner.search.model_fit import ModeFit
-from meshwright.planner.search.offload_when_needed import unknown_rates
+from meshwright.planner.search.offload_when_needed import unknown_rate_keys
 from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.search_result import result_row, to_gib
 from meshwright.report.table import Table
@@ -47,7 +47,7 @@ def model_fit_table(fits: Sequence[ModeFit], budget: TrainingBudget) -> Table:
     notes = (
         [] if device.host_memory else ["the memory of the host is not known (host_gb in a [device] table)"]
     )
-    lacking = " and ".join(unknown_rates(fits[0].request))
+    lacking = " and ".join(unknown_rate_keys(fits[0].request))
     notes += [f"no price without {lacking} in a [device] table"] if lacking else []
     return Table(
         ["offload", *(heads.get(name, name) for name in columns)],

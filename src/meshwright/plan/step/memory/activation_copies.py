@@ -7,16 +7,16 @@
 on the device and allocates as much in host memory, the second does the reverse.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.step.memory.memory_names import on_host_name
 from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS
 
 OFFLOAD, FETCH = ACTIVATION_COPIES = ("OFFLOAD_ACTIVATIONS", "FETCH_ACTIVATIONS")
 PARTITION, GATHER = ACTIVATION_PARTS = ("PARTITION_ACTIVATIONS", "GATHER_ACTIVATIONS")
-FORWARDS, BACKWARDS = ("F", "F_CHECKPOINTED"), ("B", "I")  # kinds; W comes after I
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BackwardPlaces:
             key = action.subject, action.microbatch
             if action.kind == "RECOMPUTE":
                 recomputed[key] = index
-            elif action.kind in BACKWARDS:
+            elif action.kind in INPUT_GRAD_KINDS:  # W comes after I
                 keys.append(key)
                 starts.append(recomputed.get(key, index))
         return cls({key: number for number, key in enumerate(keys)}, tuple(starts))
@@ -51,7 +51,7 @@ class BackwardPlaces:
 
 def num_calls_between(actions: Sequence[Action], behind: int, fetch: int) -> int:
     """Returns how many forwards and backwards run between the actions at the indices `behind` and `fetch`."""
-    return sum(action.kind in (*FORWARDS, *BACKWARDS) for action in actions[behind + 1 : fetch])
+    return sum(action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS) for action in actions[behind + 1 : fetch])
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,41 @@ class LeavingActivations:
 
 def with_activation_copies(actions: Sequence[Action], leaving: Sequence[LeavingActivations]) -> list[Action]:
     """Returns `actions` with copies of what is `leaving`."""
-    behind: dict[int, Action] = {}
-    before: dict[int, list[tuple[int, Action]]] = {}
-    waits: dict[int, str] = {}
-    for each in leaving:
-        offload, fetch = _copies(actions[each.behind], each)
-        behind[each.behind] = offload
-        before.setdefault(each.fetch, []).append((min(each.readers), fetch))
-        waits |= dict.fromkeys(each.readers, fetch.name)
+    return insert_moves(actions, [_copies(actions[each.behind], each) for each in leaving])
+
+
+@dataclass(frozen=True)
+class ActivationMove:
+    """An action `away` behind that at index `behind`, and one `back` before that at index `fetch`, for which
+    those at `readers` wait.
+    """
+
+    away: Action
+    back: Action
+    behind: int
+    fetch: int
+    readers: tuple[int, ...]
+
+
+def insert_moves(actions: Sequence[Action], moves: Iterable[ActivationMove]) -> list[Action]:
+    """Returns `actions` with `moves`; what comes back at one place does so in the order of its readers."""
+    behind: dict[int, list[Action]] = {}
+    before: dict[int, list[Action]] = {}
+    waits: dict[int, list[str]] = {}
+    for move in sorted(moves, key=lambda move: min(move.readers)):
+        behind.setdefault(move.behind, []).append(move.away)
+        before.setdefault(move.fetch, []).append(move.back)
+        for reader in move.readers:
+            waits.setdefault(reader, []).append(move.back.name)
     found = list[Action]()
     for index, action in enumerate(actions):
-        found += (fetch for _, fetch in sorted(before.get(index, ()), key=lambda pair: pair[0]))
-        found.append(with_waits(action, [waits[index]]) if index in waits else action)
-        found += [behind[index]] if index in behind else []
+        found += before.get(index, ())
+        found.append(with_waits(action, waits[index]) if index in waits else action)
+        found += behind.get(index, ())
     return found
 
 
-def _copies(last: Action, leaving: LeavingActivations) -> tuple[Action, Action]:
+def _copies(last: Action, leaving: LeavingActivations) -> ActivationMove:
     on_host = tuple(replace(each, name=on_host_name(each.name), tier="host") for each in leaving.allocations)
     offload = Action(
         OFFLOAD,
@@ -113,7 +131,7 @@ def _copies(last: Action, leaving: LeavingActivations) -> tuple[Action, Action]:
         allocations=leaving.allocations,
         frees=tuple(each.name for each in on_host),
     )
-    return offload, fetch
+    return ActivationMove(offload, fetch, leaving.behind, leaving.fetch, leaving.readers)
 
 
 def activation_host_nbytes(actions: Sequence[Action]) -> int:
@@ -142,12 +160,12 @@ def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
 
     for action in (action for action in actions if action.kind in ACTIVATION_COPIES):
         offload, fetch = (replace(action, kind=kind) for kind in ACTIVATION_COPIES)
-        needed = present(action, FORWARDS)
+        needed = present(action, FORWARD_KINDS)
         if action.kind == OFFLOAD and fetch.name not in by_name:
             yield f"{action.name} leaves activations on the host, and no {FETCH} copies them back"
         elif action.kind == FETCH:
             needed = [offload]
-            reader = next(iter(present(action, ("RECOMPUTE", *BACKWARDS))), None)
+            reader = next(iter(present(action, ("RECOMPUTE", *INPUT_GRAD_KINDS))), None)
             if reader is not None and fetch.name not in awaited(reader):
                 yield f"{reader.name} does not wait for {fetch.name}"
         missing = (each.name for each in needed if each.name not in awaited(action))
