@@ -21,11 +21,13 @@ def test_a_step_that_fails_frees_nothing_that_a_named_all_reduce_still_writes():
     assert (plan["outcome"], plan["races"]) == ("checked", [])
 
 
+@pytest.mark.timeout(600)  # a process that starts, and every race with two tracebacks
 def test_all_planted_races_are_found():
     rows = check_in_subprocess([each.name for each in PLANTED])
     assert [row["case"] for row in rows if not row["report"] or row["races"]] == []
 
 
+@pytest.mark.timeout(600)
 def test_random_plans_have_no_race():
     rows = check_in_subprocess(plans=range(1000, 1020))  # beyond those of the result
     assert [row for row in rows if row["races"]] == []

@@ -4,7 +4,13 @@
 
 `with_activation_copies` inserts them for block calls that a strategy has chosen
 (parallel/memory/tiers/activation_offload.py). What a copy moves are allocations: the first action frees them
-on the device and allocates as much in host memory, the second does the reverse.
+on the device and allocates as much in host memory, the second does the reverse. The parts of
+`partitioned_activations` are inserted in the same way.
+
+    OFFLOAD_ACTIVATIONS      copies what a block call keeps to the host, and frees it on the device
+    FETCH_ACTIVATIONS        copies it back, ahead of the backward
+    PARTITION_ACTIVATIONS    copies the part of an input that this rank keeps, and frees the input
+    GATHER_ACTIVATIONS       all-gathers the parts, ahead of the backward
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
