@@ -129,10 +129,10 @@ class SearchRequest:
 
     def _offload_diagnostics(self) -> Iterator[Diagnostic]:
         """Yields the rates without which a mode of offload has no price."""
-        lacking = unknown_rates(self.machine, self.offload_modes)
+        lacking = set(unknown_rates(self.machine, self.offload_modes))
         if any(self.activation_offload) and not self.machine.device.host_link_rate:
-            lacking = sorted({*lacking, "host link"})
-        for resource in lacking:
+            lacking.add("host link")
+        for resource in sorted(lacking):
             text = f"offload over the {resource} of {self.machine.device.name}, whose rate is not known"
             fix = f"write {rate_key(resource)} in a [device] table (docs/howto/choose_a_plan.md)"
             yield Diagnostic(text, fix, "offload")
