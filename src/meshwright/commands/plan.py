@@ -9,12 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, prediction_hardware
+from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
 from meshwright.parallel import STRATEGIES
-from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
-from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.action_cost import forward_seconds
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
@@ -41,38 +38,7 @@ def resolve(request: PlanRequest, world: int | None, *, needs_data: bool = True)
 
     Raises PlanError if the static checks of the program fail.
     """
-    return checked_request(
-        request, _with_forward_times(resolve_request(request, world, needs_data=needs_data))
-    )
-
-
-def _with_forward_times(ready: ResolvedRun) -> ResolvedRun:
-    """Returns `ready` with the predicted milliseconds of block calls in a `memory_budget` that has none, if
-    the config names its hardware.
-    """
-    plan = ready.plan
-    untimed = [each for each in plan.strategies if isinstance(each, MemoryBudget) and not each.forward_ms]
-    if not untimed or not plan.run.hardware:
-        return ready
-    target = prediction_hardware(plan.run.hardware, plan.run.cluster, plan.mesh.world_size)
-    seconds, calls = forward_seconds(plan, target), plan.model_spec.block_calls
-    if not all(call in seconds for call in calls):
-        return ready
-    milliseconds = tuple(float(f"{1e3 * seconds[call]:.6g}") for call in calls)
-    timed = replace(untimed[0], forward_ms=milliseconds)
-    strategies = [timed if each == untimed[0] else each for each in plan.strategies]
-    other = Plan.make(
-        plan.job,
-        plan.mesh,
-        plan.model_spec,
-        strategies,
-        plan.micro_batch,
-        plan.run,
-        found=(),
-        align_bytes=plan.align_bytes,
-    )
-    note = f"memory_budget: forward_ms of {len(calls)} block calls as predicted on {target.name}"
-    return replace(ready, plan=other, notes=(*ready.notes, note))
+    return checked_request(request, resolve_request(request, world, needs_data=needs_data))
 
 
 def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest:
@@ -80,6 +46,7 @@ def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest
 
     Raises PlanError if the static checks of the program fail.
     """
+    ready = with_forward_times(ready)
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     # a branch of the hub has become a commit, the model's own tokenizer has a name, and what `cluster` was

@@ -42,7 +42,6 @@ from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import RankProgress, record_failure
-from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 from meshwright.run.launch.join_world import check_same_plan, claim_on_rank_0, join_world
 from meshwright.run.launch.local_launcher import LaunchResult, LocalLauncher
 from meshwright.run.launch.run_folder import ATTEMPTS, UNCLAIMED, claim_run_folder
@@ -142,7 +141,7 @@ def train(
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
     dtypes = plan.job.precision.roles.values()
     raise_diagnostics(device_diagnostics(local_platform(), plan.mesh.world_size, dtypes))
-    check_ranks_fit_here(resolved[1].analyzed, plan, range(plan.mesh.world_size))
+    resolved[1].check_host_memory(range(plan.mesh.world_size))
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
         if from_step is None:
@@ -198,7 +197,7 @@ def train_rank(
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
         run = plan.run
         if rank_env.launcher_env is not None:  # else the launching process has checked it
-            check_ranks_fit_here(ready.analyzed, plan, rank_env.launcher_env.ranks_of_host)
+            ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
         for name in local_platform().blocking_variables:
             given = variables.get(name, "")
             raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))
