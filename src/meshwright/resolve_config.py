@@ -61,6 +61,7 @@ from meshwright.run.data.shuffle import ABSENT_SAMPLE
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer, tokenizer_notes
+from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
@@ -87,6 +88,10 @@ class ResolvedRun:
     callbacks: tuple[Callback, ...] = ()
     notes: tuple[str, ...] = ()
     has_data: bool = True
+
+    def check_host_memory(self, ranks: Sequence[int]) -> None:
+        """Raises PlanError if this host has less free memory than `ranks` keep in it."""
+        check_ranks_fit_here(self.analyzed, self.plan, ranks)
 
     def local_batches(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without

@@ -8,13 +8,17 @@ import pytest
 
 from meshwright.commands.plan import read_config, resolve, resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job import job
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
 from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
+from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, invoke, lay_out
+from tests.commands.test_predict import profile
 
 SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
 LATENT, SLOW = (
@@ -132,3 +136,27 @@ def test_float32_on_a_gpu_is_said_with_the_repair(
     config = lay_out(tmp_path, precision=precision, run={"hardware": "h100"})
     notes = [note for note in resolve_config(config, [], None)[1].notes if "precision.tf32 = true" in note]
     assert len(notes) == is_said
+
+
+def test_a_memory_budget_takes_the_predicted_seconds_of_blocks_and_the_plan_keeps_them(tmp_path: Path):
+    write_profile(profile(), tmp_path / "device.toml")
+    strategies = [{"name": "memory_budget", "budget_mb": 1e6}]
+    config = lay_out(tmp_path, strategies=strategies, mesh={"dp_replicate": 1})
+    plain = resolve_config(config, [], None)[1].plan
+    assert memory_budget(plain).forward_ms == ()
+    resolved = resolve_config(config, ["--run.hardware", str(tmp_path / "device.toml")], None)
+    plan, calls = resolved[1].plan, plain.model_spec.block_calls
+    assert len(memory_budget(plan).forward_ms) == len(calls)
+    assert min(memory_budget(plan).forward_ms) > 0
+    assert any("as predicted on A CPU" in note for note in resolved[1].notes)
+    write_plan(resolved, tmp_path / "plan.toml")
+    (tmp_path / "device.toml").unlink()
+    again = resolve_config(tmp_path / "plan.toml", [], None)[1]
+    assert (again.plan.hash, again.notes) == (plan.hash, ())
+    given = [{**strategies[0], "forward_ms": [float(n) for n, _ in enumerate(calls)]}]
+    kept = resolve_config(lay_out(tmp_path, strategies=given, mesh={"dp_replicate": 1}), [], None)[1].plan
+    assert memory_budget(kept).forward_ms == tuple(given[0]["forward_ms"])
+
+
+def memory_budget(plan: Plan) -> MemoryBudget:
+    return next(each for each in plan.strategies if isinstance(each, MemoryBudget))

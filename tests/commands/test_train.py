@@ -1,12 +1,15 @@
 """Training with trackers and logs: terminal output, files in the run folder, and trackers that fail."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from meshwright.commands import verify
+from meshwright.run.launch import host_memory_check
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import become_the_only_rank, forget_ranks, invoke, lay_out, metrics, refuse_to_start
 from tests.commands.test_predict import profile
@@ -117,3 +120,33 @@ def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measu
     assert step.startswith("a step")
     assert any(line.startswith("parameters") and line.split()[-2:] == ["+0.0", "%"] for line in others)
     assert "Predicted and measured" in (folder / "report.html").read_text()
+
+
+@pytest.fixture
+def small_host(monkeypatch) -> None:
+    """8 KiB of host memory are free."""
+    nbytes = lambda: (8 << 10, 1 << 30)  # noqa: E731
+    monkeypatch.setattr(host_memory_check, "free_and_total_host_nbytes", nbytes)
+    monkeypatch.setattr(verify, "free_and_total_host_nbytes", nbytes)
+
+
+@pytest.mark.usefixtures("small_host")
+def test_a_host_that_is_too_small_is_told_before_a_rank_starts(tmp_path, capsys, monkeypatch):
+    forget_ranks(monkeypatch)
+    refuse_to_start(monkeypatch)
+    config = lay_out(tmp_path / "job")
+    code, out, err = invoke(capsys, "train", config)
+    assert (code, out) == (2, "")
+    assert re.search(r"2 ranks of this host need [\d.]+ MiB of its memory, and 8 KiB are free", err)
+    assert not (config.parent / "run").exists()
+    for on in ("threads", "processes"):
+        code, _, err = invoke(capsys, "verify", config, "--on", on)
+        assert code == 2
+        assert "--shrink compares a scaled-down model" in err
+
+
+@pytest.mark.usefixtures("small_host")
+def test_a_rank_of_another_launcher_looks_at_its_own_host(config, capsys):
+    code, _, err = invoke(capsys, *alone(config))
+    assert code == 2
+    assert "the rank of this host needs" in err

@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
 import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 
 from meshwright.commands.bench_network import check_writable
-from meshwright.device.device_memory import free_and_total_nbytes
+from meshwright.device.device_memory import free_and_total_host_nbytes, free_and_total_nbytes
 from meshwright.device.local_device import device_name, local_platform
 from meshwright.device.platforms import DEVICE_TYPES
 from meshwright.engine.runtime.cpu_allocator import retain_heap
@@ -98,7 +97,7 @@ def measure_device(
     """Measures; returns the profile that it writes to `out`. Raises RanksFailed when one of several
     processes failed.
     """
-    free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
+    free, needed = free_and_total_host_nbytes()[0], MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
         fix = "stop other processes on this host, or measure with fewer --ranks"
         raise PlanError(
@@ -184,7 +183,7 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
         threads=request.num_threads,
         ranks=request.num_ranks,
         memory=free_and_total_nbytes(device)[1] // request.num_ranks,
-        host_memory=float(psutil.virtual_memory().total),
+        host_memory=float(free_and_total_host_nbytes()[1]),
         straggler_samples=timing_windows([each.slices for each in found]),
         **figures,
     )

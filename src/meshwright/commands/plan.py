@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan
+from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
 from meshwright.planner.program_cost.prediction import StepPrediction
@@ -46,6 +46,7 @@ def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest
 
     Raises PlanError if the static checks of the program fail.
     """
+    ready = with_forward_times(ready)
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     # a branch of the hub has become a commit, the model's own tokenizer has a name, and what `cluster` was

@@ -6,8 +6,10 @@ device.toml that n processes of t threads measured on a CPU stands for hosts wit
 ranks share.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.streams import Resource
@@ -15,6 +17,7 @@ from meshwright.plan.plan import Plan
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine, on_assumed_host
+from meshwright.planner.program_cost.action_cost import forward_seconds
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
@@ -23,6 +26,7 @@ from meshwright.planner.program_cost.network_time import (
     UnknownNetworkTime,
 )
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
+from meshwright.resolve_config import ResolvedRun
 from meshwright.run.measure.cluster_file import read_cluster
 from meshwright.run.measure.hardware_file import find_profile, read_machine
 
@@ -57,6 +61,35 @@ def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTar
     if profile is not None and profile.kind == "cpu":
         return _on_cores(profile, links, world)
     return _on_devices(read_machine(hardware, world), profile, links)
+
+
+def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
+    """Returns `ready` with the predicted milliseconds of block calls in a `memory_budget` that has none, if
+    the config names its hardware.
+    """
+    plan = ready.plan
+    untimed = [each for each in plan.strategies if isinstance(each, MemoryBudget) and not each.forward_ms]
+    if not untimed or not plan.run.hardware:
+        return ready
+    target = prediction_hardware(plan.run.hardware, plan.run.cluster, plan.mesh.world_size)
+    seconds, calls = forward_seconds(plan, target), plan.model_spec.block_calls
+    if not all(call in seconds for call in calls):
+        return ready
+    milliseconds = tuple(float(f"{1e3 * seconds[call]:.6g}") for call in calls)
+    timed = replace(untimed[0], forward_ms=milliseconds)
+    strategies = [timed if each == untimed[0] else each for each in plan.strategies]
+    other = Plan.make(
+        plan.job,
+        plan.mesh,
+        plan.model_spec,
+        strategies,
+        plan.micro_batch,
+        plan.run,
+        found=(),
+        align_bytes=plan.align_bytes,
+    )
+    note = f"memory_budget: forward_ms of {len(calls)} block calls as predicted on {target.name}"
+    return replace(ready, plan=other, notes=(*ready.notes, note))
 
 
 def device_of(hardware: str, world: int) -> DeviceSpec | None:

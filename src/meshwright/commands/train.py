@@ -141,6 +141,7 @@ def train(
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
     dtypes = plan.job.precision.roles.values()
     raise_diagnostics(device_diagnostics(local_platform(), plan.mesh.world_size, dtypes))
+    resolved[1].check_host_memory(range(plan.mesh.world_size))
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
         if from_step is None:
@@ -195,6 +196,8 @@ def train_rank(
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
         run = plan.run
+        if rank_env.launcher_env is not None:  # else the launching process has checked it
+            ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
         for name in local_platform().blocking_variables:
             given = variables.get(name, "")
             raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))

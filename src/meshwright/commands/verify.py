@@ -15,16 +15,19 @@ from rich.console import RenderableType
 import meshwright
 from meshwright.api import trace as trace_plan
 from meshwright.commands.plan import resolve_config, write_plan
+from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import PlanError, refuse_write_errors
+from meshwright.plan.job.errors import PlanError, format_nbytes, refuse_write_errors
 from meshwright.plan.plan import Plan
+from meshwright.planner.program_cost.rank_memory import nbytes_of_ranks
 from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import PLAN_FILE
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
+from meshwright.run.launch.host_memory_check import SAME_MEMORY
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
@@ -69,6 +72,7 @@ def verify(
         raise PlanError(text, fix=fix, location="verify")
     subject = _scaled_down(request, world) if shrink else ready
     case = _case(subject)
+    _check_host_memory(case.plan, shrink=shrink)
     folder = _verify_folder(plan)
     if launcher is None:
         reference = run_reference(case, steps)
@@ -95,6 +99,19 @@ def verify(
     path = out or folder / "verdict.json"
     _write(verdict, path)
     return verdict, path
+
+
+def _check_host_memory(exact: Plan, *, shrink: bool) -> None:
+    """Raises PlanError if the ranks of the plan in float64, and one device alone, need more than is free."""
+    alone = exact.model_spec.numel * torch.float64.itemsize
+    needed = nbytes_of_ranks(exact, range(exact.mesh.world_size), SAME_MEMORY) + alone
+    free = free_and_total_host_nbytes()[0]
+    if needed > free:
+        text = f"{exact.mesh.world_size} ranks in float64, and the model on one device, need "
+        text += f"{format_nbytes(needed)} of host memory, and {format_nbytes(free)} are free"
+        smaller = "a host with more memory" if shrink else "--shrink compares a scaled-down model"
+        fix = f"{smaller}; or --on trace runs single ranks without memory for tensors"
+        raise PlanError(text, fix=fix, location="verify")
 
 
 def trace(

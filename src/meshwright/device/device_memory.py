@@ -1,8 +1,11 @@
-"""Bytes that a device has, has allocated, reserved, and had at most; of the CPU, those of this process."""
+"""Bytes that a device has, has allocated, reserved, and had at most; of the CPU, those of this process, and
+those that its host and its memory cgroups leave it.
+"""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,6 +15,11 @@ from meshwright.device.platforms import MPS
 
 if sys.platform != "win32":
     import resource
+
+CGROUP_FILES = {  # of version 1 and of version 2: folder of the mount, limit, usage, and what can be freed
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,12 +57,50 @@ def memory_limit(device: torch.device) -> int | None:
 def free_and_total_nbytes(device: torch.device) -> tuple[int, int]:
     """Returns how many bytes of `device` no process has, and how many it has at all."""
     if device.type == "cpu":
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return free_and_total_host_nbytes()
     if device.type == MPS.type:  # it shares the memory of the host
         total = torch.mps.recommended_max_memory()
         return total - torch.mps.driver_allocated_memory(), total
     return torch.accelerator.get_memory_info(device)
+
+
+def free_and_total_host_nbytes(system: Path = Path("/")) -> tuple[int, int]:
+    """Returns how many bytes of host memory this process may still take, and how many it could take at all.
+
+    That is the memory of the host, or what its memory cgroups leave, whichever is less. Pages of files that
+    were not used lately count as free. `system` is the folder of /proc and /sys.
+    """
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    for limit, used in _cgroup_limits(system):
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def _cgroup_limits(system: Path) -> Iterator[tuple[int, int]]:
+    """Yields the limit and the bytes in use of each memory cgroup that contains this process and has one."""
+    entries = _lines(system / "proc/self/cgroup")
+    for _, controllers, path in (entry.split(":", 2) for entry in entries if entry.count(":") >= 2):
+        if controllers not in CGROUP_FILES:
+            continue
+        mount, *names, freed_name = CGROUP_FILES[controllers]
+        top = system / "sys/fs/cgroup" / mount
+        inner = top / path.strip().lstrip("/")
+        # in a container the path may be that of its host, and the mount the container's own cgroup
+        for folder in (inner, *inner.parents) if inner.is_dir() else (top,):
+            limit, used = ("".join(_lines(folder / name)).strip() for name in names)
+            if limit.isdecimal() and used.isdecimal():
+                stat = dict(line.split() for line in _lines(folder / "memory.stat") if line.count(" ") == 1)
+                yield int(limit), int(used) - int(stat.get(freed_name, 0))
+            if folder == top:
+                break
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no cgroup, or not Linux
+        return []
 
 
 def process_nbytes(device: torch.device) -> int:

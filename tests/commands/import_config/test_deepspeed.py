@@ -68,8 +68,8 @@ def test_weight_decay_applies_to_norms_and_biases_as_in_one_parameter_group(tmp_
     [
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            "zero_optimization.offload_optimizer.device",
-            "refused: disks are for optimizer states alone",
+            "zero_optimization.offload_optimizer.nvme_path",
+            "refused: states on NVMe have no folder",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},

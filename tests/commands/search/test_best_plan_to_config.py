@@ -56,6 +56,8 @@ WISHES = {
     "ring": (3, ("cp=3", "context_parallel=ring", "zero=3")),
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
     "states_on_hosts": (2, ("pp=1", "tp=1", "zero=2", "offload=device_step")),
+    "states_on_disks": (2, ("pp=1", "tp=1", "zero=1", "offload=disk")),
+    "activations_on_hosts": (1, ("activation_offload=layers", "activation_checkpointing=layers")),
     "states_of_one_on_its_host": (1, ("offload=device_step",)),
     "experts": (4, ("ep=2", "dp=4", "zero=1")),
     "experts_on_all_axes": (8, ("ep=2", "expert_tp=1", "tp=2", "pp=2", "dp=2")),

@@ -49,7 +49,7 @@ def test_a_context_parallel_method_is_used_for_sharded_sequences(method: str, sw
     ("options", "message"),
     [
         (("offload=host_step",), "offload over the host memory of A100, whose rate is not known"),
-        (("offload=disk",), "offload is 'disk'"),
+        (("offload=tape",), "offload is 'tape'"),
         (("tp=8", "pp=7"), "pp 7 does not divide 64 devices"),
         (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, which does not match 64 devices"),
         (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, which does not match 64 devices"),

@@ -19,6 +19,7 @@ from meshwright.commands.search.search import (
     write_config,
 )
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.run.config.config_and_plan_files import read_request
@@ -243,14 +244,34 @@ def test_a_host_that_is_too_small_is_refused_with_its_numbers(tmp_path: Path):
     with pytest.raises(PlanError, match="no host holds what its ranks keep there") as raised:
         run_search(replace(asked, constraints=("offload=everything",)))
     assert "of 64" in str(raised.value)
+    assert "--set offload=disk" in str(raised.value)
     assert "host_gb" in str(raised.value)
+
+
+def test_states_that_no_host_holds_go_to_its_disk_and_are_written(tmp_path: Path):
+    machine = node(tmp_path, "host_gb = 64", "disk_gb_s = 5")
+    asked = SearchOptions("13b: layers 40 hidden 5120 heads 40", 1, machine, 8)
+    found, text = run_search(asked), shown(asked)
+    assert "optimizer states on disk, stepped on the host" in text
+    assert "on disk (disk_offload.folder), whose free space is not known here" in text
+    assert "5 GB/s to and from its disk; hosts 64 GiB" in text
+    row = outcome_as_dict(found)["configurations"][0]
+    assert row["disk_bytes"] == pytest.approx(12 * found.request.shape.numel, rel=0.001)
+    assert row["host_bytes"] < 64 * 2**30
+    write_config(found, tmp_path / "plan.toml")
+    comments = " ".join((tmp_path / "plan.toml").read_text().replace("\n# ", " ").split())
+    assert "name one on a fast disk of each host" in comments
+    request = read_request(tmp_path / "plan.toml", ["--data.source", "b"], STRATEGIES)
+    assert [each.folder for each in request.strategies or () if isinstance(each, DiskOffload)] == [
+        "/nvme/scratch"
+    ]
 
 
 def test_the_largest_model_of_a_machine_is_found_for_each_mode_with_days_and_cost(tmp_path: Path):
     asked = SearchOptions(
         SMALL,
         1,
-        node(tmp_path, "host_gb = 512"),
+        node(tmp_path, "host_gb = 512", "disk_gb_s = 5"),
         8,
         budget=TrainingBudget(1e9, 2.0),
         max_fit="model",
@@ -261,10 +282,11 @@ def test_the_largest_model_of_a_machine_is_found_for_each_mode_with_days_and_cos
     sizes = [row["parameters"] for row in said["models"]]
     assert [row["mode"] for row in said["models"]] == [
         *("none", "device_step", "host_step"),
-        *("gradients", "everything"),
+        *("gradients", "everything", "disk"),
     ]
-    assert sizes == sorted(sizes)
-    assert found.request.shape.numel == sizes[-1]
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert found.request.shape.numel == max(sizes)
+    assert said["models"][-1]["disk_bytes"] == pytest.approx(12 * sizes[-1], rel=0.001)
     assert all(row["days"] > 0 and row["cost"] > 0 for row in said["models"])
     text = shown(asked)
     assert "the largest model of these proportions, on 1 H100 of node.toml" in text

@@ -16,7 +16,7 @@ SHAPE = parse_shape("7b: layers 32 hidden 4096 heads 32 kv_heads 8 gated ffn 110
 
 def request(devices: int = 1, **known: float) -> SearchRequest:
     machine: Machine = make_machine("h100", devices)
-    device = replace(machine.device, host_memory_rate=40e9, **known)
+    device = replace(machine.device, **{"host_memory_rate": 40e9, "disk_rate": 5e9, **known})
     return SearchRequest(SHAPE, replace(machine, device=device), 8, {"1f1b": (ScheduleProfile(), 1)})
 
 
@@ -48,8 +48,9 @@ def test_the_largest_model_fits_and_the_next_one_does_not(devices: int):
 def test_each_mode_lets_the_model_grow():
     found = find_model_fits(request())
     assert tuple(each.mode for each in found) == OFFLOAD_MODES
-    none, device, host, gradients, everything = (each.shape.numel for each in found)
-    assert none < device <= host < gradients < everything
+    none, device, host, gradients, everything, disk = (each.shape.numel for each in found)
+    assert none < device <= host == disk < gradients < everything
+    assert found[-1].host_nbytes < found[2].host_nbytes / 10
     assert found[0].host_nbytes == 0
     # 16 bytes of an element on the device alone, 4 with its states on the host, of 77 GiB without activations
     assert host / none == pytest.approx(16 / 4, rel=0.25)
@@ -57,7 +58,8 @@ def test_each_mode_lets_the_model_grow():
 
 def test_a_host_of_known_memory_limits_what_its_ranks_keep():
     free, bound = find_model_fits(request()), find_model_fits(request(host_memory=256 * 2**30))
-    assert bound[-1].shape.numel < free[-1].shape.numel
+    assert bound[-2].shape.numel < free[-2].shape.numel
+    assert bound[-1].shape.numel == free[-1].shape.numel  # states on disk
     assert all(each.host_nbytes <= 256 * 2**30 for each in bound)
 
 

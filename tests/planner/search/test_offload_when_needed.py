@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, ScheduleProfile
 from meshwright.planner.machine.machine import Machine, make_machine
@@ -55,16 +56,22 @@ def test_what_fits_nowhere_else_is_offloaded_and_the_result_says_so():
     asked = request(host(**KNOWN))
     assert not search(asked).best
     found_by, found = search_or_offload(asked)
-    assert found_by.offload_modes == OFFLOAD_MODES[1:]
+    assert found_by.offload_modes == OFFLOAD_MODES[:-1]  # the rate of a disk is not known
+    assert {each.config.offload for each in found.best} <= set(OFFLOAD_MODES[1:-1])
     assert found.best
     assert all(each.memory.total <= asked.usable_memory for each in found.best)
     assert all(found_by.host_nbytes(each.config) <= 2048 * GIB for each in found.best)
-    assert list(offload_notes(found_by, found)) == ["nothing fits without offload to host memory"]
+    assert list(offload_notes(found_by, found)) == [
+        "nothing fits without offload to host memory",
+        "not priced, because disk_gb_s of H100 is not known: offload disk",
+    ]
 
 
 def test_the_winner_with_offload_is_that_of_all_configurations():
     for devices in (1, 2, 4):
-        asked = request(host(devices, **KNOWN), offload_modes=OFFLOAD_MODES)
+        known = {**KNOWN, "disk_rate": 5e9}
+        both = (False, True)
+        asked = request(host(devices, **known), offload_modes=OFFLOAD_MODES, activation_offload=both)
         short, whole = search(asked), search(asked, prune=False)
         assert [each.config for each in short.best] == [each.config for each in whole.best]
         assert short.best
@@ -74,10 +81,10 @@ def test_a_mode_without_a_rate_has_no_price_and_is_named():
     asked = request(host())  # the link is that of the data sheet
     found_by, found = search_or_offload(asked)
     assert {each.config.offload for each in found.best} <= {"device_step"}
-    assert unpriced_modes(asked) == ("host_step", "gradients", "everything")
-    assert unknown_rate_keys(asked) == ("host_memory_gb_s",)
+    assert unpriced_modes(asked) == ("host_step", "gradients", "everything", "disk")
+    assert unknown_rate_keys(asked) == ("disk_gb_s", "host_memory_gb_s")
     notes = " ".join(offload_notes(found_by, found))
-    assert "not priced, because host_memory_gb_s of H100 is not known: offload host_step, gradients" in notes
+    assert "not priced, because disk_gb_s and host_memory_gb_s of H100 is not known: offload host_st" in notes
     assert "in its memory, which is not known: write host_gb" in notes
 
 
@@ -86,8 +93,7 @@ def test_without_any_rate_nothing_is_found_and_the_repair_names_the_keys():
     found_by, found = search_or_offload(asked)
     assert (found_by, found.best) == (asked, ())
     assert offload_repair(asked) == (
-        "offload to host memory, which fits and has no price: write host_link_gb_s and host_memory_gb_s in a "
-        "[device] table"
+        "offload to host memory, which fits and has no price: write host_link_gb_s in a [device] table"
     )
     assert offload_repair(request(host(**KNOWN), offload_modes=("host_step",))) == ""
 
@@ -113,4 +119,37 @@ def test_asking_for_a_mode_without_a_rate_is_refused():
     (fault,) = asked.diagnostics()
     assert "offload over the host memory of H100, whose rate is not known" in fault.problem
     assert "host_memory_gb_s in a [device] table" in fault.fix
-    assert not list(request(host(**KNOWN), offload_modes=OFFLOAD_MODES).diagnostics())
+    assert not list(request(host(**KNOWN), offload_modes=OFFLOAD_MODES[:-1]).diagnostics())
+    (fault,) = request(host(**KNOWN), offload_modes=("disk",)).diagnostics()
+    assert "disk_gb_s in a [device] table" in fault.fix
+    (fault,) = request(host(host_link_rate=0.0), activation_offload=(True,)).diagnostics()
+    assert "host_link_gb_s in a [device] table" in fault.fix
+
+
+def test_states_go_to_a_disk_where_no_host_holds_them():
+    little = host(**{**KNOWN, "host_memory": 64 * GIB})
+    asked = request(replace(little, device=replace(little.device, disk_rate=5e9)))
+    found_by, found = search_or_offload(asked)
+    assert {each.config.offload for each in found.best} == {"disk"}
+    best = found.best[0]
+    assert found_by.host_nbytes(best.config) <= 64 * GIB
+    assert best.memory.disk == pytest.approx(12 * LARGE.numel / 2, rel=0.02)
+    assert any("on disk (disk_offload.folder)" in note for note in offload_notes(found_by, found))
+    roomy = request(host(**KNOWN, disk_rate=5e9))
+    assert search_or_offload(roomy)[1].best[0].config.offload != "disk"  # memory is faster
+    assert "offload to disk, which fits and has no price: write disk_gb_s" in offload_repair(request(little))
+
+
+def test_activations_leave_where_they_do_not_fit_and_the_link_hides_them():
+    """Inputs of 48 layers, of 256 Ki tokens each: 48 GiB, which take less time to copy than a layer."""
+    long = replace(LARGE, layers=48, hidden=2048, heads=16, ffn=5504, vocab=1000, sequence=1 << 18)
+    asked = SearchRequest(long, host(1, **KNOWN), 1, ORDERS)
+    assert not search(replace(asked, offload_modes=OFFLOAD_MODES[:-1])).best
+    found_by, found = search_or_offload(asked)
+    best = found.best[0]
+    assert (best.config.recompute, best.config.activation_offload) == ("layers", True)
+    assert found_by.host_nbytes(best.config) == 2 * 48 * 2048 * (1 << 18)
+    plain = replace(best.config, activation_offload=False)
+    without = step_time(long, plain, asked.machine)
+    assert best.seconds == pytest.approx(without.seconds, rel=1e-3)
+    assert not search_or_offload(asked, activation_offload=(False,))[1].best

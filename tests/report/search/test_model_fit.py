@@ -32,7 +32,7 @@ def text(fits: tuple[ModeFit, ...], budget: TrainingBudget = BUDGET) -> str:
 
 
 def test_each_mode_has_its_model_days_and_cost():
-    fits = found(host_memory_rate=40e9, host_memory=2**41)
+    fits = found(host_memory_rate=40e9, host_memory=2**41, disk_rate=5e9)
     rows = model_fit_rows(fits, BUDGET)
     assert [row["parameters"] for row in rows] == [each.shape.numel for each in fits]
     assert rows[2]["days"] * 24 * 2.0 == rows[2]["cost"]
@@ -43,6 +43,7 @@ def test_each_mode_has_its_model_days_and_cost():
     assert f"{rows[4]['parameters'] / 1e9:.3g} B" in shown
     assert "days" in shown
     assert "unknown" not in shown
+    assert "states on disk take" in shown
     assert "days" not in text(fits, TrainingBudget())
 
 
@@ -50,11 +51,11 @@ def test_what_is_not_known_is_said():
     shown = text(found())
     assert "unknown" in shown
     assert "the memory of the host is not known (host_gb in a [device] table)" in shown
-    assert "no price without host_memory_gb_s in a [device] table" in shown
+    assert "no price without disk_gb_s and host_memory_gb_s in a [device] table" in shown
     assert "step_s" not in model_fit_rows(found(), BUDGET)[2]
 
 
 def test_a_mode_that_holds_no_model_says_so():
     fits = found(memory=2**20)
     assert not any(row["fits"] for row in model_fit_rows(fits, BUDGET))
-    assert text(fits).count("does not fit") == 5
+    assert text(fits).count("does not fit") == 6

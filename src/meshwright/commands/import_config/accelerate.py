@@ -6,9 +6,10 @@ holds the model, the data, the batch and the optimizer: they are listed as missi
 
 from dataclasses import replace
 
-from meshwright.commands.import_config.deepspeed import offloaded_of
+from meshwright.commands.import_config.deepspeed_offload import ONLY_NVME, offloaded_of
 from meshwright.commands.import_config.option_rules import (
     ACTIVATION_OFFLOAD,
+    DISK_KEYS,
     HOST_STEPS,
     OFF_TEXT,
     OFFLOAD_KEYS,
@@ -92,9 +93,8 @@ RULES: dict[str, Rule] = {
     **dropped("`meshwright export` writes whole weights", f"{DS}zero3_save_16bit_model"),
     **dropped("parameters keep their names", f"{FSDP}fsdp_use_orig_params"),
     **dropped("both versions mean the same here", f"{FSDP}fsdp_version"),
-    **dropped(
-        "only with offload to NVMe", f"{DS}offload_optimizer_nvme_path", f"{DS}offload_param_nvme_path"
-    ),
+    f"{DS}offload_optimizer_nvme_path": mapped("disk_offload.folder"),
+    **dropped(ONLY_NVME, f"{DS}offload_param_nvme_path"),
     **dropped(
         "keys and values travel round a ring", f"{PC}cp_comm_strategy", f"{PC}cp_backend", f"{PC}sp_backend"
     ),
@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (f"{FSDP}fsdp_offload_params", f"{DS}offload_optimizer_device", f"{DS}offload_param_device"),
-        mapped(*OFFLOAD_KEYS, reason=HOST_STEPS),
+        mapped(*OFFLOAD_KEYS, *DISK_KEYS, reason=HOST_STEPS),
     ),
     **refused(*ACTIVATION_OFFLOAD, f"{FSDP}fsdp_activation_checkpointing_offload"),
     **refused("modules are not left out of sharding", "leave it out", f"{FSDP}fsdp_ignored_modules"),
@@ -168,9 +168,10 @@ def _layout(config: Translation, ranks: int) -> ParallelLayout:
         return _fsdp_layout(config, size, data, common)
     if kind == "DEEPSPEED":
         stage = int(config.get(f"{DS}zero_stage", 2))
-        offloaded = offloaded_of(config, stage, replicated=False, prefix=DS)
+        offloaded, on_disk = offloaded_of(config, stage, replicated=False, prefix=DS)
         if stage:
-            return replace(common, dp_shard=data, zero_stage=stage, offloaded=offloaded)
+            sharded = replace(common, dp_shard=data, zero_stage=stage)
+            return replace(sharded, offloaded=offloaded, on_disk=on_disk)
         return replace(common, dp_replicate=data)
     if kind not in DDP_TYPES:
         config.refuse(

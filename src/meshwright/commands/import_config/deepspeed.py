@@ -6,11 +6,11 @@ decay of norms and biases.
 
 from typing import Any
 
+from meshwright.commands.import_config.deepspeed_offload import ONLY_NVME, PIPELINED, ZERO, offloaded_of
 from meshwright.commands.import_config.option_rules import (
+    DISK_KEYS,
     HOST_STEPS,
     LOGGING,
-    OFF,
-    OFF_TEXT,
     OFFLOAD_KEYS,
     Rule,
     Translation,
@@ -21,14 +21,12 @@ from meshwright.commands.import_config.option_rules import (
 from meshwright.commands.import_config.parallel_layout import (
     ParallelLayout,
     decay_all_parameters,
-    offloaded_kinds,
     write_autocast,
     write_half_precision,
     write_layout,
 )
 
 QUANTIZED = "quantized communication is not there", 'precision.reduce = "bfloat16" halves gradients'
-ZERO = "zero_optimization."
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
 CHECKPOINT_FORMAT = "the format of DeepSpeed's checkpoints; those here reshard between any two plans"
 DTYPES = {
@@ -148,16 +146,24 @@ RULES: dict[str, Rule] = {
         "modules that stay in float32 are chosen by torch's autocast",
         "torch_autocast.lower_precision_safe_modules",
     ),
-    **dict.fromkeys(OFFLOADS, mapped(*OFFLOAD_KEYS, reason=HOST_STEPS)),
+    **dict.fromkeys(OFFLOADS, mapped(*OFFLOAD_KEYS, *DISK_KEYS, reason=HOST_STEPS)),
+    f"{ZERO}offload_optimizer.nvme_path": mapped("disk_offload.folder"),
+    **dict.fromkeys(
+        (f"{ZERO}offload_optimizer.{name}" for name in PIPELINED),
+        mapped("disk_offload.num_buffers", reason="one buffer is stepped, others are read and written"),
+    ),
     **dropped(
         "host memory is pinned on accelerators",
         *(f"{ZERO}{table}.pin_memory" for table in ("offload_optimizer", "offload_param")),
         f"{ZERO}cpu_offload_use_pin_memory",
     ),
     **dropped(
-        "only with offload to NVMe",
-        *(f"{ZERO}offload_optimizer.{name}" for name in ("nvme_path", "buffer_count", "fast_init")),
-        *(f"{ZERO}offload_optimizer.{name}" for name in ("pipeline", "pipeline_read", "pipeline_write")),
+        "a buffer of DeepSpeed holds one state of a parameter; here it holds a parameter group",
+        f"{ZERO}offload_optimizer.buffer_count",
+    ),
+    **dropped(
+        ONLY_NVME,
+        f"{ZERO}offload_optimizer.fast_init",
         *(f"{ZERO}offload_param.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
         f"{ZERO}offload_param.max_in_cpu",
     ),
@@ -285,6 +291,7 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
     tp, cp = config.get("tensor_parallel.autotp_size", 1) or 1, config.get("sequence_parallel_size", 1)
     data = devices // (tp * cp) if devices else -1
     mics = config.get(f"{ZERO}mics_shard_size", -1)
+    offloaded, on_disk = offloaded_of(config, stage, replicated=bool(stage and mics > 0))
     sizes: dict[str, Any] = {"dp_replicate": data} if stage == 0 else {"dp_shard": data}
     if stage and mics > 0:
         sizes = {"dp_shard": mics, "dp_replicate": data // mics if devices else -1}
@@ -292,51 +299,12 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
         tp=tp,
         cp=cp,
         zero_stage=stage,
-        offloaded=offloaded_of(config, stage, replicated=bool(stage and mics > 0)),
+        offloaded=offloaded,
+        on_disk=on_disk,
         context_strategy={"name": "ulysses"},
         vocab_parallel=False,
         **sizes,
     )
-
-
-def offloaded_of(config: Translation, stage: int, *, replicated: bool, prefix: str = ZERO) -> tuple[str, ...]:
-    """Returns what rests in host memory; refuses disks, and weights without the states that step them.
-
-    `prefix` is that of the options: Accelerate has them flat, under names of its own.
-    """
-    separator = "." if prefix == ZERO else "_"
-    found = {
-        table: _offload_device(config, f"{prefix}{table}{separator}device", f"{prefix}{old}")
-        for table, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param"))
-    }
-    for option, least in ((found["offload_optimizer"], 1), (found["offload_param"], 3)):
-        if option and stage < least:
-            config.drop(option, f"only with ZeRO stage {least} or more, as there")
-    states = bool(found["offload_optimizer"]) and stage >= 1
-    weights = bool(found["offload_param"]) and stage == 3
-    if weights and not states:
-        text = "weights rest in host memory with the optimizer states, and the host steps them"
-        config.refuse(found["offload_param"], text, "offload the optimizer to the CPU too, or neither")
-    ratio = f"{prefix}offload_optimizer.ratio"
-    if states and config.get(ratio, 1.0) != 1.0:
-        config.refuse(ratio, config.rules[ratio].reason, config.rules[ratio].fix)
-    return offloaded_kinds(stage, replicated=replicated, weights=weights) if states else ()
-
-
-def _offload_device(config: Translation, option: str, old: str) -> str:
-    """Returns the option by which something rests in host memory; "" if none does. Refuses other tiers."""
-    given = config.get(option, "none")
-    if given == "nvme":
-        text = "disks are for optimizer states alone, and have a strategy of their own"
-        config.refuse(option, text, "offload to cpu, or write disk_offload (folder = nvme_path) yourself")
-        return ""
-    if given not in OFF:
-        return option
-    config.drop(option, OFF_TEXT)
-    if config.get(old, False):
-        return old
-    config.drop(old, OFF_TEXT)
-    return ""
 
 
 def _write_optimizer(config: Translation) -> None:

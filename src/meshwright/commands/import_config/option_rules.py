@@ -24,6 +24,7 @@ ACTIVATION_OFFLOAD = (
     "nearest: activation_checkpointing, and offload of optimizer states, gradients and weights",
 )
 OFFLOAD_KEYS = ("offload.what", "offload.step_on")  # what another tool's options of offload become
+DISK_KEYS = ("disk_offload.folder", "disk_offload.num_buffers")
 HOST_STEPS = "the host steps; replicas of shards sum gradients on the device"
 OFF_TEXT = "this value turns nothing on"
 

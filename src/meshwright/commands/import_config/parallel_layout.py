@@ -13,7 +13,7 @@ class ParallelLayout:
 
     Sizes are numbers of ranks; of the two data-parallel ones one may be -1: what is left. `zero_stage` 0 is
     DDP. `context_strategy` is the table of the strategy along cp. `offloaded`: what rests in host memory and
-    is stepped there.
+    is stepped there; `on_disk`: the fields of disk_offload, if optimizer states rest on disk.
     """
 
     pp: int = 1
@@ -28,6 +28,7 @@ class ParallelLayout:
     schedule: str = "1f1b"
     virtual_stages: int = 0
     offloaded: tuple[str, ...] = ()
+    on_disk: Mapping[str, Any] = field(default_factory=dict)
     context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
 
@@ -60,6 +61,8 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
     _add_storage_strategy(config, layout)
     if layout.offloaded:
         config.add_strategy("offload", what=list(layout.offloaded), step_on="host")
+    if layout.on_disk:
+        config.add_strategy("disk_offload", **layout.on_disk)
 
 
 def _add_storage_strategy(config: Translation, layout: ParallelLayout) -> None:

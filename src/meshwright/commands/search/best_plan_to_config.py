@@ -21,6 +21,8 @@ OFFLOAD_FIELDS: dict[OffloadMode, dict[str, Any]] = {
     "gradients": {"what": [STATES, GRADIENTS], "step_on": "host"},
     "everything": {"what": [STATES, GRADIENTS, "weights"], "step_on": "host"},
 }
+# nobody but the user knows his disks; a run without this folder is refused before its first step
+ASSUMED_DISK_FOLDER = "/nvme/scratch"
 
 
 def config_tables(
@@ -68,6 +70,8 @@ def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
             "A mesh puts the ranks of tp next to each other; here data-parallel ranks share a "
             "host: start the ranks in that order."
         )
+    if best.config.offload == "disk":
+        yield f"disk_offload has the folder {ASSUMED_DISK_FOLDER}: name one on a fast disk of each host."
     if best.layer_assignment:
         kinds = list(dict.fromkeys(kind for kind, _ in best.layer_assignment))
         yield f"Ranks use devices in their order: start them on the {', then on the '.join(kinds)}."
@@ -122,7 +126,11 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
     yield from [{"name": "batch_split", "axis": "dp_shard"}] if is_sharded else []
     if config.data_parallel_size > 1 or config.zero_stage:
         yield _storage_strategy(config, outer, inner)
-    if config.offload != "none":
+    if config.activation_offload:
+        yield {"name": "activation_offload"}
+    if config.offload == "disk":
+        yield {"name": "disk_offload", "folder": ASSUMED_DISK_FOLDER}
+    elif config.offload != "none":
         yield {"name": "offload", **OFFLOAD_FIELDS[config.offload]}
 
 

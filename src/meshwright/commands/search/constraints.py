@@ -11,8 +11,11 @@
     activation_checkpointing    layers or none
     context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
     intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
-    offload                     which model states rest in host memory, and who steps them: none, device_step,
-                                host_step, gradients, everything (planner/analytic/offload_cost.py)
+    offload                     which model states rest in host memory or on disk, and who steps them: none,
+                                device_step, host_step, gradients, everything, disk (planner/analytic/
+                                offload_cost.py)
+    activation_offload          whose activations rest in host memory between forward and backward: none,
+                                layers
 
 All choices that are not given are searched; offload only where nothing fits without it.
 """
@@ -55,12 +58,14 @@ CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
     "ulysses": "all",
     "hybrid": "some",
 }
+ACTIVATION_CHOICES: Mapping[str, tuple[bool, ...]] = {"none": (False,), "layers": (True,)}
 NAME_CHOICES: Mapping[str, Sequence[str]] = {
     "schedule": tuple(SCHEDULES),
     "activation_checkpointing": RECOMPUTE_MODES,
     "context_parallel": tuple(CONTEXT_METHODS),
     "intra_host": ("tp", "dp"),
     "offload": OFFLOAD_MODES,
+    "activation_offload": tuple(ACTIVATION_CHOICES),
 }
 
 
@@ -75,6 +80,11 @@ class SearchConstraints:
     def fixes_offload(self) -> bool:
         """Whether a mode of offload is given, so that no other is proposed."""
         return bool(self.names.get("offload"))
+
+    @property
+    def fixes_activation_offload(self) -> bool:
+        """Whether it is given where activations rest."""
+        return bool(self.names.get("activation_offload"))
 
     def apply(self, request: SearchRequest) -> SearchRequest:
         """Returns `request` with these choices fixed."""
@@ -93,6 +103,9 @@ class SearchConstraints:
             recompute_modes=modes.get(self.names.get("activation_checkpointing", ""), RECOMPUTE_MODES),
             min_tokens_per_rank=1 if algorithm else request.min_tokens_per_rank,
             offload_modes=offloads.get(self.names.get("offload", ""), request.offload_modes),
+            activation_offload=ACTIVATION_CHOICES.get(
+                self.names.get("activation_offload", ""), request.activation_offload
+            ),
             base_config=base_config,
         )
 

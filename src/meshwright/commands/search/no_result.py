@@ -45,6 +45,7 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         needed, has = (to_gib(nbytes) for nbytes in (request.host_nbytes(config), kind.device.host_memory))
         text = f"no host holds what its ranks keep there: {needed:,.0f} GiB of {has:,.0f}"
         fix = "use more hosts, hosts with more memory (host_gb), or leave more on the devices (--set offload)"
+        fix += "" if config.offload == "disk" else ", or states on disk (--set offload=disk)"
         return PlanError(text, fix=fix, location="search")
     text = (
         f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and "

@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.commands.search.best_plan_to_config import config_tables, unwritten_notes
 from meshwright.commands.search.commented_config import commented_config, sizes_to_model_config
-from meshwright.commands.search.constraints import base_config, parse_constraints
+from meshwright.commands.search.constraints import SearchConstraints, base_config, parse_constraints
 from meshwright.commands.search.machine import search_machine
 from meshwright.commands.search.no_result import no_result_error
 from meshwright.commands.search.resolve_model_sizes import (
@@ -140,13 +140,13 @@ def run_search(options: SearchOptions) -> SearchOutcome:
             base_config=base_config(one.device.flops),
         )
     )
-    if len(kinds) > 1 and request.offload_modes != ("none",):
+    if len(kinds) > 1 and (request.offload_modes != ("none",) or any(request.activation_offload)):
         diagnostics.append(Diagnostic("offload on several kinds of devices", "search for one kind", "--set"))
     raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
         limit = _search_model_fits if options.max_fit == "model" else _search_max_fit
         return replace(limit(options, request, kinds), notes=notes)
-    request, found = _search(options, request, kinds, is_offload_given=given.fixes_offload)
+    request, found = _search(options, request, kinds, given)
     if not found.best:
         raise no_result_error(request, found)
     notes = (*notes, *offload_notes(request, found))
@@ -158,14 +158,15 @@ def run_search(options: SearchOptions) -> SearchOutcome:
 
 
 def _search(
-    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine], *, is_offload_given: bool
+    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine], given: SearchConstraints
 ) -> tuple[SearchRequest, SearchResult]:
     """Searches on one kind of device or on several; on one, offload is proposed unless it is given."""
     if len(kinds) > 1:
         return request, search_heterogeneous(request, kinds, options.num_kept)
-    if is_offload_given:
+    if given.fixes_offload:
         return request, search(request, options.num_kept)
-    return search_or_offload(request, options.num_kept)
+    choices = (request.activation_offload,) if given.fixes_activation_offload else ()
+    return search_or_offload(request, options.num_kept, *choices)
 
 
 def find_machines(
@@ -382,7 +383,7 @@ def _find_alternatives(
     """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
-    unlimited = replace(request, machine=endless, offload_modes=("none",))
+    unlimited = replace(request, machine=endless, offload_modes=("none",), activation_offload=(False,))
     faster = 0.999 * min(each.seconds for each in found.best)
     roomy = next(iter(search(unlimited, 1, max_seconds=faster).best), None) if len(kinds) == 1 else None
     turned: float | None = None

@@ -24,8 +24,9 @@ of each are known from a trial, and a dynamic program over the chain finds the f
 their gradients and optimizer states are not in it. `choices` are those beside keeping: "recompute",
 "segment", and "gist" where the model has ReLU or max pooling. `blocks` selects by patterns which block calls
 may run again. `forward_ms` are measured milliseconds of the forward of each block call of the model, in
-order; without them a block takes the time of its operations, where a byte read or written counts as 20. If
-everything fits, the plan is the one without it.
+order; the commands fill them in with those predicted for `run.hardware` (a kind of device, or a file of
+`bench device`), if the config names it. Else a block takes the time of its operations, where a byte read or
+written counts as 20. If everything fits, the plan is the one without it.
 
 Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call

@@ -48,7 +48,7 @@ from typing import NamedTuple
 from meshwright.planner.analytic.expert_time import local_expert_numel, local_rows, max_expert_load
 from meshwright.planner.analytic.memory_coefficients import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.offload_cost import tier_memory
+from meshwright.planner.analytic.offload_cost import NUM_LAYERS_STAYING, tier_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.roofline import HALF_NBYTES
 
@@ -140,7 +140,9 @@ SCORE_BACKWARD_NBYTES = {"eager": 6, "softmax": 2}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a rank on its device, by category (see the module), and in the memory of its `host`."""
+    """Bytes of a rank on its device, by category (see the module), in the memory of its `host` and on its
+    `disk`.
+    """
 
     weights: float
     gradients: float
@@ -152,6 +154,7 @@ class MemoryEstimate:
     fragmentation: float
     driver_context: float
     host: float = 0.0
+    disk: float = 0.0
 
     @property
     def model_states(self) -> float:
@@ -209,7 +212,7 @@ def estimate_host_memory(
 
     Ranks are placed on hosts in order: those of a pipeline stage are neighbours.
     """
-    if config.offload == "none":
+    if not config.uses_host:
         return 0.0
     each = [kept.host for _, kept in memory_by_pp_rank(shape, config, framework, range(config.pp))]
     per_stage = config.num_ranks // config.pp
@@ -218,6 +221,13 @@ def estimate_host_memory(
         return per_host * max(each)
     stages = per_host // per_stage
     return per_stage * max(sum(each[first : first + stages]) for first in range(0, config.pp, stages))
+
+
+def saved_layer_nbytes(
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY
+) -> float:
+    """Returns the bytes that a layer keeps of a microbatch for its backward."""
+    return _layer_memory(shape, config, framework).saved
 
 
 def memory_by_pp_rank(
@@ -259,7 +269,10 @@ def _rank_memory(
         sum(numel * state_itemsize / shards[0] for numel, shards in parts),
     )
     kept = tier_memory(states, config, framework, _largest_group_numel(shape, config, stage))
-    activations = num_microbatches * (stage.layers * layer.saved + (layer.boundary if config.pp > 1 else 0.0))
+    num_kept = num_microbatches * stage.layers
+    on_host = num_kept if config.activation_offload else 0.0
+    activations = (min(num_kept, NUM_LAYERS_STAYING) if on_host else num_kept) * layer.saved
+    activations += num_microbatches * layer.boundary if config.pp > 1 else 0.0
     gathered = framework.fixed_buffers + kept.buffers
     gathered += _gathered_nbytes(shape, config, framework, stage, local_numel + experts, grad_itemsize)
     each = framework.logits_fragmentation + (
@@ -277,7 +290,15 @@ def _rank_memory(
     context = always + (tp_context if config.tp > 1 else 0.0) + (pp_context if config.pp > 1 else 0.0)
     fragmentation = (framework.fragmentation - 1) * allocated + freed_blocks
     return MemoryEstimate(
-        *left, activations, block_backward, logits, gathered, fragmentation, context, kept.host
+        *left,
+        activations,
+        block_backward,
+        logits,
+        gathered,
+        fragmentation,
+        context,
+        kept.host + on_host * layer.saved,
+        kept.disk,
     )
 
 

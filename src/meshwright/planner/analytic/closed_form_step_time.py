@@ -16,6 +16,7 @@ section 4.
 
 from dataclasses import dataclass
 
+from meshwright.planner.analytic.closed_form_memory import saved_layer_nbytes
 from meshwright.planner.analytic.expert_time import expert_compute, expert_dispatch, local_expert_numel
 from meshwright.planner.analytic.layer_time import (
     PassTime,
@@ -25,7 +26,12 @@ from meshwright.planner.analytic.layer_time import (
     layer_compute,
 )
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.offload_cost import SteppedElements, fetch_seconds, update_seconds
+from meshwright.planner.analytic.offload_cost import (
+    SteppedElements,
+    activation_copy_seconds,
+    fetch_seconds,
+    update_seconds,
+)
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import (
@@ -124,6 +130,10 @@ def step_time(
     tp_comm_s = config.num_microbatches * collectives.total * layers
     backward_s = layers * layer.backward
     stepping_s, copies_s = update_s(shape, config, machine, backward_s)
+    if config.activation_offload:
+        nbytes, passes_s = saved_layer_nbytes(shape, config), (layer.forward, layer.backward)
+        seen_s = activation_copy_seconds(nbytes, passes_s, layers, machine)
+        copies_s += config.num_microbatches * seen_s
     return StepTime(
         compute=busy_s - tp_comm_s,
         tp_comm=tp_comm_s,

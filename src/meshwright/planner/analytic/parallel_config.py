@@ -18,8 +18,8 @@ AttentionKernel = Literal["eager", "softmax", "flash1", "flash2", "flash3"]
 RecomputeMode = Literal[
     "none", "attention", "operators", "layers"
 ]  # operators: all but attention and every second matmul
-# model states in host memory, and who steps them (offload_cost.py)
-OffloadMode = Literal["none", "device_step", "host_step", "gradients", "everything"]
+# model states in host memory or on disk, and who steps them (offload_cost.py)
+OffloadMode = Literal["none", "device_step", "host_step", "gradients", "everything", "disk"]
 OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
 
 
@@ -85,7 +85,8 @@ class ParallelConfig:
     kernel; `compiled`: so are the operations between matmuls. `recompute`: what backward computes again, in
     `recompute_fraction` of the layers. `overlap_fraction`: the share of tensor and data parallel
     communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
-    by one, each when needed. `offload`: what rests in host memory, and who steps it.
+    by one, each when needed. `offload`: what rests in host memory or on disk, and who steps it;
+    `activation_offload`: what blocks keep for their backward rests in host memory meanwhile.
 
     `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too (and `cp`, if
     dp has no such divisor), and with sequence parallelism among the tensor ranks as well (parallel folding).
@@ -125,6 +126,12 @@ class ParallelConfig:
     expert_costs: ExpertCosts = ExpertCosts()
     launches: float = 1.0
     offload: OffloadMode = "none"
+    activation_offload: bool = False
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything rests in host memory."""
+        return self.offload != "none" or self.activation_offload
 
     @property
     def num_ranks(self) -> int:

@@ -395,3 +395,15 @@ class ActionCosts:
 
 def _all_ops(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:
     return (*work.matmuls, *work.attention, *work.memory_ops)
+
+
+def forward_seconds(plan: Plan, target: ExecutionTarget) -> dict[str, float]:
+    """Returns the seconds of the forward of each block call on `target`, with its collectives; {} where the
+    operations of blocks are not known.
+    """
+    found = dict[str, float]()
+    for role in plan.program.roles:
+        costs = ActionCosts(plan, role.ranks[0], target)
+        forwards = (action for action in role.actions if action.kind in FORWARD_KINDS)
+        found |= {action.subject: costs.cost(action).seconds for action in forwards if costs.ops_known}
+    return found

@@ -17,7 +17,7 @@ a peak `at_most` with the most of any step.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier
@@ -138,7 +138,12 @@ def fullest_host(plan: Plan, ranks_per_host: int) -> tuple[range, int]:
     nbytes = {rank: needed for ranks, needed in by_role for rank in ranks}
     hosts = [range(first, min(first + ranks_per_host, world)) for first in range(0, world, ranks_per_host)]
     fullest = max(hosts, key=lambda ranks: sum(nbytes[rank] for rank in ranks))
-    return fullest, sum(peak_nbytes(plan, rank, "host") for rank in fullest)
+    return fullest, nbytes_of_ranks(plan, fullest)
+
+
+def nbytes_of_ranks(plan: Plan, ranks: Iterable[int], tiers: Sequence[MemoryTier] = ("host",)) -> int:
+    """Returns the bytes that `ranks` of `plan` hold in `tiers` together, each rank and tier at its peak."""
+    return sum(peak_nbytes(plan, rank, tier) for rank in ranks for tier in tiers)
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:

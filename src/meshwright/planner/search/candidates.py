@@ -6,7 +6,8 @@
                      different ones, or with slices of each
     microbatches     every divisor of the samples of a replica
     on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
-                     pipeline schedules; where it is asked for, model states in host memory
+                     pipeline schedules; where it is asked for, model states in host memory or on disk, and
+                     activations in host memory
 
 The least memory of a mesh is known without enumerating its configurations, and larger microbatches need
 more memory.
@@ -126,16 +127,18 @@ def configs_on_mesh(
 
 
 def with_offload(request: SearchRequest, config: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Yields `config` with each allowed mode of offload; one rank alone has shards only where a mode needs
-    them.
+    """Yields `config` with each allowed mode of offload, and activations where they may be; one rank alone
+    has shards only where a mode needs them.
     """
-    for mode in request.offload_modes:
+    for mode, activations in product(request.offload_modes, request.activation_offload):
         if config.zero_stage and config.data_parallel_size == 1 and mode not in LEAST_ZERO_STAGE:
             continue
-        if mode == config.offload:
+        if (mode, activations) == (config.offload, config.activation_offload):
             yield config
-        elif is_possible(request.shape, config, mode):
-            yield replace(config, offload=mode)
+            continue
+        other = replace(config, offload=mode, activation_offload=activations)
+        if is_possible(request.shape, other, mode):
+            yield other
 
 
 def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:

@@ -46,7 +46,7 @@ class NearestMiss:
         """The largest memory category of the device, without driver context and fragmentation."""
         categories: dict[str, float] = vars(self.memory)
         return max(
-            (name for name in categories if name not in ("fragmentation", "driver_context", "host")),
+            (name for name in categories if name not in ("fragmentation", "driver_context", "host", "disk")),
             key=categories.__getitem__,
         )
 

@@ -1,4 +1,4 @@
-"""Finds the largest model of a family that a machine trains, for each mode of offload to host memory.
+"""Finds the largest model of a family that a machine trains, for each mode of offload to host and disk.
 
 A family keeps the proportions of the given model: depth and width grow together, and with them FFN sizes
 and heads; vocabulary, sequence, width of a head, and the numbers of experts stay.
@@ -11,7 +11,9 @@ and heads; vocabulary, sequence, width of a head, and the numbers of experts sta
     host_step      stepped on the host
     gradients      and gradients there
     everything     and weights there
+    disk           with optimizer states on disk, stepped on the host
 
+In all but the first and those that keep gradients on the host, activations may rest in host memory too.
 The largest member is found by bisection over the configurations of the search. Where a rate is not known, the
 largest model is still known, and its seconds are not. Where the memory of the host is not known, what a host
 would keep is said.
@@ -68,7 +70,13 @@ def family_member(shape: ModelShape, heads: int) -> ModelShape:
 def find_model_fits(request: SearchRequest) -> tuple[ModeFit, ...]:
     """Returns the largest model of the family of `request.shape` for each mode of offload."""
     asked = request.offload_modes if request.offload_modes != ("none",) else OFFLOAD_MODES
-    return tuple(_mode_fit(replace(request, offload_modes=(mode,)), mode) for mode in asked)
+    return tuple(_mode_fit(_with_mode(request, mode), mode) for mode in asked)
+
+
+def _with_mode(request: SearchRequest, mode: OffloadMode) -> SearchRequest:
+    is_given = any(request.activation_offload) or mode == "none"
+    activations = request.activation_offload if is_given else (False, True)
+    return replace(request, offload_modes=(mode,), activation_offload=activations)
 
 
 def _mode_fit(request: SearchRequest, mode: OffloadMode) -> ModeFit:

@@ -53,7 +53,8 @@ class SearchRequest:
     `min_tokens_per_rank`: cp leaves at least so many tokens of a sequence on a rank. `max_positions`: the
     longest sequence, for a model with learned positions (0: no limit). `devices_by_kind`: the numbers of
     devices of several kinds; each replica is on one kind. `offload_modes`: what may rest in
-    host memory. `base_config`: what all configurations have in common (dtype, kernels, rank order).
+    host memory or on disk; `activation_offload`: whether activations rest in host memory, False, True or
+    both. `base_config`: what all configurations have in common (dtype, kernels, rank order).
     """
 
     shape: ModelShape
@@ -71,6 +72,7 @@ class SearchRequest:
     max_positions: int = 0
     devices_by_kind: tuple[int, ...] = ()
     offload_modes: tuple[OffloadMode, ...] = ("none",)
+    activation_offload: tuple[bool, ...] = (False,)
     base_config: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
@@ -90,7 +92,7 @@ class SearchRequest:
         if memory.total > self.usable_memory:
             return False
         has = self.machine.device.host_memory
-        return config.offload == "none" or not has or self.host_nbytes(config) <= has
+        return not config.uses_host or not has or self.host_nbytes(config) <= has
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields what is invalid or contradictory in it."""
@@ -127,7 +129,10 @@ class SearchRequest:
 
     def _offload_diagnostics(self) -> Iterator[Diagnostic]:
         """Yields the rates without which a mode of offload has no price."""
-        for resource in unknown_rates(self.machine, self.offload_modes):
+        lacking = set(unknown_rates(self.machine, self.offload_modes))
+        if any(self.activation_offload) and not self.machine.device.host_link_rate:
+            lacking.add("host link")
+        for resource in sorted(lacking):
             text = f"offload over the {resource} of {self.machine.device.name}, whose rate is not known"
             fix = f"write {rate_key(resource)} in a [device] table (docs/howto/choose_a_plan.md)"
             yield Diagnostic(text, fix, "offload")

@@ -82,6 +82,7 @@ class Candidate:
             config.zero_stage,
             config.zero_group_size,
             OFFLOAD_MODES.index(config.offload),
+            config.activation_offload,
         )
         return float(f"{self.seconds:.10g}"), round(self.memory.total), *simplicity
 

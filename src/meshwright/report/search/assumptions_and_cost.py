@@ -23,7 +23,9 @@ OFFLOAD_TEXTS = {  # of a configuration; empty: nothing rests on the host
     "host_step": "optimizer states on the host and stepped there",
     "gradients": "optimizer states and gradients on the host",
     "everything": "all model states on the host",
+    "disk": "optimizer states on disk, stepped on the host",
 }
+ACTIVATIONS_TEXT = "activations on the host"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def assumptions(
         )
     for machine in machines:
         yield machine.device.name, _device_text(machine, config.dtype)
-    if request.offload_modes != ("none",):
+    if request.offload_modes != ("none",) or any(request.activation_offload):
         yield "offload", _host_text(request.machine)
     yield (
         "accuracy",
@@ -87,6 +89,7 @@ def _host_text(machine: Machine) -> str:
     rates = {
         "to and from its host": device.host_link_rate,
         "in the memory of the host": device.host_memory_rate,
+        "to and from its disk": device.disk_rate,
     }
     known = [f"{rate / 1e9:.3g} GB/s {where}" for where, rate in rates.items() if rate]
     memory = f"{device.host_memory / 2**30:,.0f} GiB" if device.host_memory else "of unknown memory"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.planner.search.model_fit import ModeFit
 from meshwright.planner.search.offload_when_needed import unknown_rate_keys
 from meshwright.report.search.assumptions_and_cost import TrainingBudget
@@ -17,10 +18,12 @@ def model_fit_rows(fits: Sequence[ModeFit], budget: TrainingBudget) -> list[dict
     rows = []
     for each in fits:
         row: dict[str, Any] = {"mode": each.mode, "fits": each.shape is not None}
+        row["activation_offload"] = each.config is not None and each.config.activation_offload
         if each.shape is not None and each.config is not None:
             shape = each.shape
             row |= {"parameters": shape.numel, "layers": shape.layers, "hidden": shape.hidden}
             row |= {"heads": shape.heads, "host_bytes": each.host_nbytes}
+            row["disk_bytes"] = 0.0 if each.best is None else each.best.memory.disk
             row["host_memory"] = each.request.machine.device.host_memory or None
         if each.best is not None:
             found = result_row(each.request, each.best, budget)
@@ -42,13 +45,15 @@ def model_fit_table(fits: Sequence[ModeFit], budget: TrainingBudget) -> Table:
         sizes = {"parameters": row.get("parameters", 0.0) / 1e9, "host": to_gib(row.get("host_bytes", 0.0))}
         values = {**row, **sizes}
         shown = [_cell(name, form, row, values) for name, form in columns.items()]
-        cells.append((row["mode"], *shown))
+        cells.append((row["mode"] + (" + activations" if row["activation_offload"] else ""), *shown))
     count, device = fits[0].request.machine.num_devices, fits[0].request.machine.device
     notes = (
         [] if device.host_memory else ["the memory of the host is not known (host_gb in a [device] table)"]
     )
     lacking = " and ".join(unknown_rate_keys(fits[0].request))
     notes += [f"no price without {lacking} in a [device] table"] if lacking else []
+    largest = max((row.get("disk_bytes", 0.0) for row in model_fit_rows(fits, budget)), default=0.0)
+    notes += [f"states on disk take {format_nbytes(largest)} of each rank there"] if largest else []
     return Table(
         ["offload", *(heads.get(name, name) for name in columns)],
         cells,

@@ -20,6 +20,7 @@ from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, DataPa
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult
 from meshwright.report.search.assumptions_and_cost import (
+    ACTIVATIONS_TEXT,
     OFFLOAD_TEXTS,
     TrainingBudget,
     assumptions,
@@ -334,7 +335,7 @@ def config_text(candidate: Candidate) -> str:
     words += [
         {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
-    words += [OFFLOAD_TEXTS[config.offload]]
+    words += [OFFLOAD_TEXTS[config.offload], ACTIVATIONS_TEXT if config.activation_offload else ""]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
     words += [
         f"{_count(config.num_microbatches, 'micro-batch', 'es')} x {_count(config.micro_batch, 'sequence')}"
@@ -393,6 +394,7 @@ def result_row(
         "bytes": {part: category_nbytes(candidate.memory, part) for part in MEMORY_CATEGORIES},
         "peak_bytes": candidate.memory.total,
         "host_bytes": request.host_nbytes(candidate.config),
+        "disk_bytes": candidate.memory.disk,
         "peak_bytes_at_most": estimate_memory_at_most(request.shape, candidate.config).total,
     }
     if budget.num_tokens:

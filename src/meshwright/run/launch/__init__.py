@@ -3,6 +3,7 @@
 cluster_env           rank, world size and master address from the launcher's environment
 forked_process        a rank as a fork of the launching process, which spares it all imports
 failure_record        how a rank failed, written to a file
+host_memory_check     refuses ranks that keep more in the memory of this host than it has
 parent_death          ends every rank when the launching process is gone
 scheduler_scripts     job files for SLURM, Kubernetes and torchrun
 join_world            joins this process to the other ranks

@@ -86,6 +86,12 @@ class LauncherEnv:
     num_restarts: int = 0
 
     @property
+    def ranks_of_host(self) -> range:
+        """The ranks on this host, which follow each other."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world)
+
+    @property
     def is_single_host(self) -> bool:
         """Whether all ranks are on this host, so that nothing needs to leave it."""
         return self.local_world >= self.world or (
