@@ -28,6 +28,7 @@ _MODULES = {
     "meshwright.model.analysis.analyze": ("AnalyzedModel",),
     "meshwright.model.loading.loader": ("Model",),
     "meshwright.oom_advice": ("OutOfMemory",),
+    "meshwright.parallel.compression.int8": ("Int8Compression",),
     "meshwright.parallel.context.hybrid": ("HybridContextParallel",),
     "meshwright.parallel.context.ring": ("RingAttention",),
     "meshwright.parallel.context.ulysses": ("Ulysses",),

@@ -29,6 +29,7 @@ from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
@@ -71,7 +72,8 @@ def verify(
     case = _case(subject)
     folder = _verify_folder(plan)
     if launcher is None:
-        reference = run_reference(case, steps)
+        lost = run_on_threads(lambda world: record_lost(case, world, steps), plan.mesh, timeout_s=600)
+        reference = run_reference(case, steps, lost[0])
         reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
         with claim_run_folder(folder) as attempt:
@@ -163,7 +165,8 @@ def verify_rank(
         with join_world(
             rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
         ) as world:
-            report = compare_rank(case, world, run_reference(case, steps))
+            reference = run_reference(case, steps, record_lost(case, world, steps))
+            report = compare_rank(case, world, reference)
         path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report)))

@@ -12,6 +12,7 @@ beside the next step (offload with a delay): gradients are those at weights that
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -32,6 +33,7 @@ from meshwright.plan.step.single_device_program import stepped_microbatches as a
 from meshwright.plan.step.weight_stashing import forward_versions
 
 TensorsByName = dict[str, torch.Tensor]
+NOTHING_LOST: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class ReferenceStep:
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
-    `choices` the experts of each token, by layer.
+    `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
     """
 
     batch: Batch
@@ -69,6 +71,7 @@ class ReferenceStep:
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
     biases: TensorsByName = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
+    sum_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,20 @@ class Reference:
     block_of: dict[str, str] = field(default_factory=dict)
 
 
-def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
+@dataclass(frozen=True)
+class LostStep:
+    """What the sums of codes of one step left out of each gradient, all ranks together; and the largest error
+    of such a sum, relative, against what its technique defines.
+    """
+
+    lost: TensorsByName
+    error: float
+
+
+def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
     """Trains `num_steps` steps on one device and records all that is compared.
 
-    Replays weight versions if the plan has any.
+    Replays weight versions if the plan has any. `lost` is what sums of codes leave out (compressed_sums.py).
     """
     subject, rng, plan = (
         parity_case.make_trained_module(),
@@ -121,7 +134,7 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(parity_case, subject, rng, batch, step)
         _backward(loss)
-        gradients = _gradients(subject)
+        gradients = _gradients(subject, lost[step].lost if lost else {})
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
         updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
@@ -132,7 +145,10 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         values = (loss.item(), norm.item(), gradients, parameters_after)
         choices = recorder.pop_choices(len(next(iter(batch.values()))))
-        reference.steps.append(ReferenceStep(batch, *values, biases=_values(biases), choices=choices))
+        error = lost[step].error if lost else 0.0
+        reference.steps.append(
+            ReferenceStep(batch, *values, biases=_values(biases), choices=choices, sum_error=error)
+        )
     recorder.detach()
     return reference
 
@@ -254,14 +270,18 @@ def _set(parameters: Mapping[str, torch.nn.Parameter], values: TensorsByName) ->
             parameter.copy_(values[name])
 
 
-def _gradients(subject: TrainedModule) -> TensorsByName:
-    """Returns a copy of every gradient.
+def _gradients(
+    subject: TrainedModule, lost: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> TensorsByName:
+    """Returns a copy of every gradient, less what is `lost` of it.
 
     Zeros for a parameter that the step does not reach, which still decays.
     """
     for parameter in subject.trainable_parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    for name, missing in lost.items():
+        subject.trainable_parameters[name].grad.sub_(missing)
     return {name: p.grad.clone() for name, p in subject.trainable_parameters.items() if p.grad is not None}
 
 

@@ -159,7 +159,8 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
-    slices. So have groups that are summed along fewer axes, such as experts.
+    slices. So have groups that are summed along fewer axes, such as experts, and those that are summed as
+    codes.
     """
     runs: list[list[ParamGroup]] = []
     for param_group in param_groups:
@@ -167,6 +168,7 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
             runs
             and runs[-1][-1].is_uneven == param_group.is_uneven
             and _complete_axes(runs[-1][-1]) == _complete_axes(param_group)
+            and runs[-1][-1].is_compressed == param_group.is_compressed
             and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
             runs[-1].append(param_group)

@@ -251,6 +251,11 @@ class ShardingPlan:
         return axes_with("layers") if self.block_calls_by_pp_rank else ()
 
     @cached_property
+    def compressed_params(self) -> frozenset[str]:
+        """The parameters whose gradients are summed as codes."""
+        return frozenset(each.param.name for each in self.param_shardings if each.is_compressed)
+
+    @cached_property
     def param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups of the trainable parameters of the whole model."""
         return self.group_params(self.param_shardings, self.model_spec)
@@ -281,6 +286,7 @@ class ShardingPlan:
                 each.flat_shard_axes,
                 each.is_stored_sharded,
                 (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
+                each.is_compressed,
             )
             found.setdefault(key, []).append(each)
         groups = [
@@ -354,5 +360,6 @@ class ShardingPlan:
                 if first.owner_axes
                 else f" by {first.shard_alignment}"
             )
+        name += " compressed" if first.is_compressed else ""
         weights = [param_sharding.param for param_sharding in param_shardings]
         return ParamGroup(name, tuple(param_shardings), model_spec.last_backward(weights), users, uneven)
