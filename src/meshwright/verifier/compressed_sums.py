@@ -41,17 +41,16 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
         return ()
     state = RankState(parity_case.make_trained_module(), world, parity_case.loss, observed_sums=[])
     executor = StepExecutor(plan, state, stateless_rng=parity_case.make_rng())
-    read_batch, steps, before = parity_case.batch_reader(parity_case.plan, world.rank), list[LostStep](), {}
+    read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
+    steps, before = list[LostStep](), dict[str, torch.Tensor]()
     try:
         with world.ledger.pause_recording():
             for step in range(num_steps):
                 executor.step(read_batch(step))
-                owed, unowed = _owed(state), _unowed(state)
-                names = {*owed, *unowed}
-                lost = {
-                    name: owed.get(name, 0.0) - before.get(name, 0.0) + unowed.get(name, 0.0)
-                    for name in sorted(names)
-                }
+                owed = _owed(state)
+                lost = {name: each - before[name] if before else each for name, each in owed.items()}
+                for name, each in _unowed(state).items():
+                    lost[name] = lost[name] + each if name in lost else each
                 steps.append(LostStep(lost, _largest_error(state)))
                 before = owed
                 state.observed_sums = []

@@ -270,9 +270,7 @@ def _set(parameters: Mapping[str, torch.nn.Parameter], values: TensorsByName) ->
             parameter.copy_(values[name])
 
 
-def _gradients(
-    subject: TrainedModule, lost: Mapping[str, torch.Tensor] = MappingProxyType({})
-) -> TensorsByName:
+def _gradients(subject: TrainedModule, lost: Mapping[str, torch.Tensor] = NOTHING_LOST) -> TensorsByName:
     """Returns a copy of every gradient, less what is `lost` of it.
 
     Zeros for a parameter that the step does not reach, which still decays.
@@ -281,7 +279,9 @@ def _gradients(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     for name, missing in lost.items():
-        subject.trainable_parameters[name].grad.sub_(missing)
+        gradient = subject.trainable_parameters[name].grad
+        if gradient is not None:
+            gradient.sub_(missing)
     return {name: p.grad.clone() for name, p in subject.trainable_parameters.items() if p.grad is not None}
 
 

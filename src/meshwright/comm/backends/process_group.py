@@ -342,15 +342,16 @@ class TorchGroup(Group):
         """Runs `rounds`, which keep their tensors alive; a failed step frees `operands` without the wait."""
         check_not_destroyed()
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
-        if self.device.type != "cpu":
-            self._stream = self._stream or torch.Stream(self.device)
-            self._stream.wait_stream(current_stream(self.device))
+        device = self.device
+        if device is not None and device.type != "cpu":
+            self._stream = self._stream or torch.Stream(device)
+            self._stream.wait_stream(current_stream(device))
             for each in operands:
                 each.record_stream(self._stream)
             with self._stream, torch.no_grad():
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)
-                event = record_event(self.device)
+                event = record_event(device)
             return StreamWork(event, self._stream, (rounds, *operands))
         self._comm_thread = self._comm_thread or CommThread(f"rounds over {' x '.join(self.axes)}")
 

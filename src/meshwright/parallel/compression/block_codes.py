@@ -28,7 +28,6 @@ feedback on both ends).
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -45,7 +44,9 @@ CHUNK = 1 << 16  # elements coded at once: a multiple of every block
 class BlockCodec(GradientCompression):
     """A codec whose codes of a chunk of elements do not depend on other chunks."""
 
-    draws_numbers: ClassVar[bool] = False
+    def draws_numbers(self) -> bool:
+        """Returns whether `encode` takes random numbers."""
+        return False
 
     @abstractmethod
     def code_nbytes(self, numel: int) -> int:
@@ -55,7 +56,7 @@ class BlockCodec(GradientCompression):
     def encode(self, values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
         """Returns the codes of a chunk, uint8 [code_nbytes(values.numel())].
 
-        `draws` are as many numbers in [0, 1), where the codec `draws_numbers`.
+        `draws` are as many numbers in [0, 1), where the codec draws numbers.
         """
 
     @abstractmethod
@@ -134,7 +135,7 @@ class BlockCodec(GradientCompression):
         begin = 0
         for at, nbytes, chunk in self._chunks(values):
             draws = None
-            if self.draws_numbers:
+            if self.draws_numbers():
                 draws = uniform(key, begin, len(chunk), chunk.dtype, chunk.device)
             coded = self.encode(chunk, draws)
             codes[at : at + nbytes] = coded

@@ -42,12 +42,11 @@ import torch
 
 from meshwright.comm.collectives.group import Rounds
 from meshwright.parallel.compression.residuals import CodedOperand, CodedSums
-from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.mesh import in_mesh_order
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -111,7 +110,10 @@ class GradientCompression(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, names = f"strategies.{self.name}", [each.name for each in sharding.model_spec.params]
         if self.axis and self.axis not in sharding.grad_sum_axes:
-            yield same_data_diagnostic("gradients", self.axis, location)
+            text = f"no gradient is summed along {self.axis}"
+            summed = [axis for axis in sharding.grad_sum_axes if sharding.mesh.size(axis) > 1]
+            fix = f"choose one of: {', '.join(summed)}" if summed else "remove compress"
+            yield Diagnostic(text, fix, f"{location}.axis")
         for pattern in self.params:
             if not any(fnmatchcase(name, pattern) for name in names):
                 text = f"'{pattern}' matches no parameter of {sharding.model_spec.name}"
@@ -140,12 +142,8 @@ class GradientCompression(Strategy):
         dtype = residual_dtype(job)
         for each in view.param_shardings if self.error_feedback else ():
             if self._selects(each, view.plan):
-                yield StateSpec(
-                    "residual",
-                    param=each.param.name,
-                    dtype=dtype,
-                    layout=self.owed_layout(each.param.name, view.plan),
-                )
+                layout = self.owed_layout(each.param.name, view.plan)
+                yield StateSpec("residual", param=each.param.name, dtype=dtype, layout=layout)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         plan = runtime.state.plan

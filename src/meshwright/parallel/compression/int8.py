@@ -32,7 +32,6 @@ class Int8Compression(BlockCodec):
     mode: ClassVar[str] = "int8"
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
-    @property
     def draws_numbers(self) -> bool:
         return self.rounding == "stochastic"
 

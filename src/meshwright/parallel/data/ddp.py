@@ -28,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.comm.allreduce.size_rule import SizeRule, rule_diagnostics
-from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
