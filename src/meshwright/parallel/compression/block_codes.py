@@ -83,22 +83,22 @@ class BlockCodec(GradientCompression):
         slices = [values[rank * numel : (rank + 1) * numel] for rank in range(size)]
         codes = torch.zeros(size, self._slice_nbytes(numel), dtype=torch.uint8, device=values.device)
         for rank, part in enumerate(slices):
-            self._encode(part, part, codes[rank], operand.key + rank)
+            self._encode(part, codes[rank], operand.key + rank)
         arrived = torch.empty_like(codes)
         yield _to_peers(codes, index), _from_peers(arrived, index)
         arrived[index] = codes[index]
         own = slices[index]
         total = torch.empty_like(own)
         for at, nbytes, chunk in self._chunks(total):
-            chunk.copy_(self.decode(arrived[0, at : at + nbytes], len(chunk), chunk.dtype))
-            for rank in range(1, size):
-                chunk.add_(self.decode(arrived[rank, at : at + nbytes], len(chunk), chunk.dtype))
+            for rank in range(size):
+                self.decode_into(arrived[rank, at : at + nbytes], chunk, add=rank > 0)
         if operand.is_scattered:
             operand.keep_residual()
             operand.output.copy_(total)
             return
         codes[index].zero_()
-        self._encode(total, own, codes[index], operand.key + size)
+        self._encode(total, codes[index], operand.key + size)
+        own.add_(total)
         operand.keep_residual()
         mine = [(rank, codes[index]) for rank in range(size) if rank != index]
         yield mine, _from_peers(arrived, index)
@@ -106,7 +106,7 @@ class BlockCodec(GradientCompression):
         for rank in range(size):
             out = operand.output[rank * numel : (rank + 1) * numel]
             for at, nbytes, chunk in self._chunks(out):
-                chunk.copy_(self.decode(arrived[rank, at : at + nbytes], len(chunk), values.dtype))
+                self.decode_into(arrived[rank, at : at + nbytes], chunk, add=False)
 
     def defined_sum(
         self, inputs: Sequence[torch.Tensor], keys: Sequence[int], *, is_scattered: bool
@@ -124,25 +124,28 @@ class BlockCodec(GradientCompression):
     def _decoded(self, values: torch.Tensor, key: int) -> torch.Tensor:
         """Returns what the codes of `values` say."""
         lost, nbytes = values.clone(), self._slice_nbytes(len(values))
-        self._encode(lost, lost, torch.zeros(nbytes, dtype=torch.uint8, device=lost.device), key)
+        self._encode(lost, torch.zeros(nbytes, dtype=torch.uint8, device=lost.device), key)
         return values - lost
 
-    def _encode(self, values: torch.Tensor, owed: torch.Tensor, codes: torch.Tensor, key: int) -> None:
-        """Writes the codes of `values`, and leaves in `owed` what they lose.
+    def encode_in_place(self, values: torch.Tensor, codes: torch.Tensor, draws: torch.Tensor | None) -> None:
+        """Writes the codes of a chunk into `codes`, and leaves in `values` what they lose."""
+        codes.copy_(self.encode(values, draws))
+        values.sub_(self.decode(codes, len(values), values.dtype))
 
-        It is added to what `owed` holds, if that is another tensor.
-        """
+    def decode_into(self, codes: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
+        """Writes what the codes of a chunk say into `values`, of any float dtype, or adds it."""
+        wide = torch.promote_types(values.dtype, torch.float32)
+        decoded = self.decode(codes, len(values), wide)
+        values.add_(decoded) if add else values.copy_(decoded)
+
+    def _encode(self, values: torch.Tensor, codes: torch.Tensor, key: int) -> None:
+        """Writes the codes of `values`, and leaves in `values` what they lose."""
         begin = 0
         for at, nbytes, chunk in self._chunks(values):
             draws = None
             if self.draws_numbers():
                 draws = uniform(key, begin, len(chunk), chunk.dtype, chunk.device)
-            coded = self.encode(chunk, draws)
-            codes[at : at + nbytes] = coded
-            lost = owed[begin : begin + len(chunk)]
-            if owed is not values:
-                lost.add_(chunk)
-            lost.sub_(self.decode(coded, len(chunk), chunk.dtype))
+            self.encode_in_place(chunk, codes[at : at + nbytes], draws)
             begin += len(chunk)
 
     def _chunks(self, values: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
