@@ -61,6 +61,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
@@ -149,7 +150,10 @@ def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     case = make_parity_case(
         analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
     )
-    reference = run_reference(case, drawn.num_steps)
+    lost = run_on_threads(
+        lambda world: record_lost(case, world, drawn.num_steps), plan.mesh, timeout_s=limit_s
+    )
+    reference = run_reference(case, drawn.num_steps, lost[0])
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)

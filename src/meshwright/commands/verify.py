@@ -28,7 +28,7 @@ from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
-from meshwright.testing.ranks import run_on_threads
+from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
@@ -72,9 +72,7 @@ def verify(
     case = _case(subject)
     folder = _verify_folder(plan)
     if launcher is None:
-        lost = run_on_threads(lambda world: record_lost(case, world, steps), plan.mesh, timeout_s=600)
-        reference = run_reference(case, steps, lost[0])
-        reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+        reports = compare_on_threads(case, steps, timeout_s=600)
     else:
         with claim_run_folder(folder) as attempt:
             plan_file = folder / PLAN_FILE

@@ -83,13 +83,17 @@ def _unowed(state: RankState) -> TensorsByName:
 def _logical_sums(
     state: RankState, summands: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]
 ) -> TensorsByName:
-    specs = [
-        each for each in state.plan.model_spec.trainable if each.name in state.plan.sharding.compressed_params
-    ]
+    compressed = state.plan.sharding.compressed_params
+    specs = [each for each in state.plan.model_spec.trainable if each.name in compressed]
+    shapes = {each.name: each.shape for each in specs}
 
     def local() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, summand in summands.items():
-            parameter = state.trained_module.parameters[name]
+        for spec in (each for each in state.plan.view.model_spec.trainable if each.name in compressed):
+            name, parameter = spec.name, state.trained_module.parameters[spec.name]
+            if name not in summands:  # on no rank that has it
+                yield name, torch.zeros(shapes[name], dtype=parameter.dtype)
+                continue
+            summand = summands[name]
             total = summand.new_zeros(parameter.numel())
             shard = state.flat_params.param_shard(name) if summand.numel() != total.numel() else None
             begin = 0 if shard is None else shard.begin

@@ -20,6 +20,7 @@ import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.model.tensors.counter_rng import derive_key
+from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Layout
 from meshwright.plan.step.program import Action
@@ -149,13 +150,17 @@ class CodedSums:
     def _defined_sum(
         self, action: Action, group: Group, operand: CodedOperand, inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        keys = [self._key(action, rank) for rank in group.ranks]
+        keys = [self._key(action, index) for index in range(group.size)]
         return self._codec.defined_sum(inputs, keys, is_scattered=operand.is_scattered)
 
-    def _key(self, action: Action, rank: int) -> int:
-        return derive_key(
-            self._state.plan.job.train.seed, "codes", self._state.step.number, action.name, rank
-        )
+    def _key(self, action: Action, index: int) -> int:
+        """Returns the key of the rank at `index` of a group; equal for copies of it, which code the same."""
+        plan, first = self._state.plan, action.tensors[0]
+        sharding = next(each for each in plan.view.param_shardings if each.param.name == first)
+        summed = action.transfer.axes if action.transfer is not None else ()
+        axes = in_mesh_order({*sharding.sliced_dims, *sharding.flat_shard_axes}.difference(summed))
+        place = plan.mesh.index(plan.mesh.coordinate(self._state.world.rank), axes) if axes else 0
+        return derive_key(plan.job.train.seed, "codes", self._state.step.number, action.name, index, place)
 
     def _operand(self, action: Action, group: Group) -> CodedOperand:
         state, operand = self._state, self._state.operand(action)
@@ -175,7 +180,7 @@ class CodedSums:
             group.index,
             group.size,
             transfer is not None and transfer.collective == "reduce_scatter",
-            self._key(action, state.world.rank),
+            self._key(action, group.index),
             state.update.loss_scale_value,
             owed,
             kept,

@@ -168,13 +168,20 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
             runs
             and runs[-1][-1].is_uneven == param_group.is_uneven
             and _complete_axes(runs[-1][-1]) == _complete_axes(param_group)
-            and runs[-1][-1].is_compressed == param_group.is_compressed
+            and _coded_along(runs[-1][-1]) == _coded_along(param_group)
             and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
             runs[-1].append(param_group)
         else:
             runs.append([param_group])
     return runs
+
+
+def _coded_along(param_group: ParamGroup) -> tuple[str, ...] | None:
+    """The axes along which compressed parameters are sliced: codes of copies must be equal, and depend on all
+    that lies in the bucket.
+    """
+    return param_group.sliced_axes if param_group.is_compressed else None
 
 
 def _complete_axes(param_group: ParamGroup) -> set[str]:

@@ -137,6 +137,11 @@ class ParamGroup:
         return self.param_shardings[0].is_compressed
 
     @property
+    def sliced_axes(self) -> tuple[str, ...]:
+        """The axes along which each rank has slices of them."""
+        return in_mesh_order(self.param_shardings[0].sliced_dims)
+
+    @property
     def numel(self) -> int:
         """The number of elements of one copy."""
         return sum(param.numel for param in self.params)

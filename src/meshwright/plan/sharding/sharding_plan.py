@@ -286,7 +286,8 @@ class ShardingPlan:
                 each.flat_shard_axes,
                 each.is_stored_sharded,
                 (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
-                each.is_compressed,
+                # copies must have equal codes, so that they lie among copies
+                (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_compressed else ()),
             )
             found.setdefault(key, []).append(each)
         groups = [
@@ -360,6 +361,7 @@ class ShardingPlan:
                 if first.owner_axes
                 else f" by {first.shard_alignment}"
             )
-        name += " compressed" if first.is_compressed else ""
+        if first.is_compressed:
+            name += " compressed" + "".join(f" along {axis}" for axis in in_mesh_order(first.sliced_dims))
         weights = [param_sharding.param for param_sharding in param_shardings]
         return ParamGroup(name, tuple(param_shardings), model_spec.last_backward(weights), users, uneven)
