@@ -4,7 +4,7 @@
              with random options: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
              pipelines of every schedule} x {recomputation, offload, gist, chunked loss} ...
     parity   as `verify` does, in float64, to 1e-10: every sum equals what its codec defines, and every number
-             of every rank equals one device whose gradient lacks what is owed (verifier/compressed_sums.py)
+             of every rank equals one device whose gradient lacks what is owed (engine/step/observed_sums.py)
 
 The figure is the number of plans that match. Plans that are refused are drawn again.
 

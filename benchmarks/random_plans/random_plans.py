@@ -61,10 +61,9 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import run_reference
+from meshwright.verifier.reference import record_lost, run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 NAME = "random_plans"

@@ -29,12 +29,11 @@ from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.parity_on_threads import compare_on_threads
-from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.reference import ParityCase, record_lost, run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64

@@ -11,7 +11,10 @@ memory      memory for compute or copies: activation checkpointing, chunked loss
 
 from collections.abc import Iterable, Mapping
 
+from meshwright.parallel.compression.cast import CastCompression
+from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.sign import SignCompression
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -84,5 +87,8 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Offload,
         DiskOffload,
         Int8Compression,
+        Int4Compression,
+        CastCompression,
+        SignCompression,
     )
 )

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from meshwright.comm.collectives.group import World
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.compressed_sums import record_lost
 from meshwright.verifier.parity import RankReport, compare_rank
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.reference import ParityCase, record_lost, run_reference
 
 
 def compare_on_threads(

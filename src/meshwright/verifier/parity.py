@@ -54,6 +54,7 @@ class PlannedMessages:
         # by the shapes of one sample
         self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
         self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
+        self._first_coded_step = parity_case.plan.program.first_coded_step
 
     def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
         """Yields the messages of the rank of `report`, each with its step."""
@@ -66,10 +67,7 @@ class PlannedMessages:
             microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
             for shapes in set(microbatches) - plans_by_shapes.keys():
                 plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
-            num_exact = max(
-                (each.carried_from for action in actual.actions for each in action.transfers), default=0
-            )
-            key = microbatches, tuple(counts.items()), min(step, num_exact)
+            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step)
             if key not in known_messages:
                 known_messages[key] = planned_messages(
                     actual, [plans_by_shapes[shapes] for shapes in microbatches], counts, step

@@ -8,6 +8,12 @@ A plan in which every microbatch is an update of its own, at weights that are se
 something else. For it the loop replays the weight versions that its program states
 (plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
 beside the next step (offload with a delay): gradients are those at weights that lack the last update.
+
+A plan with gradient compression steps with what its codes say. That is verified in two ways, to 1e-10: every
+sum equals what its technique defines (engine/step/observed_sums.py), and nothing is lost: what is applied +
+what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
+train once beforehand and report what each step `lost`: the change of all they owe, or, where nothing is owed,
+what codes lost. The reference steps with its own gradient less that; every number of the ranks must equal it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +22,12 @@ from types import MappingProxyType
 
 import torch
 
+from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
-from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.engine.runtime.rank_state import RankState, TrainedModule
+from meshwright.engine.step.executor import StepExecutor
+from meshwright.engine.step.observed_sums import largest_sum_error, owed_sums, unowed_sums
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
@@ -93,10 +102,39 @@ class LostStep:
     error: float
 
 
+def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[LostStep, ...]:
+    """Trains one rank of the plan and returns what each step left out, the same on every rank; () if the plan
+    has no sums of codes that say so.
+
+    All ranks call it.
+    """
+    plan = parity_case.plan.for_rank(world.rank)
+    if not any(each.carried_by for role in plan.program.roles for a in role.actions for each in a.transfers):
+        return ()
+    state = RankState(parity_case.make_trained_module(), world, parity_case.loss, observed_sums=[])
+    executor = StepExecutor(plan, state, stateless_rng=parity_case.make_rng())
+    read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
+    steps, before = list[LostStep](), dict[str, torch.Tensor]()
+    try:
+        with world.ledger.pause_recording():
+            for step in range(num_steps):
+                executor.step(read_batch(step))
+                owed = owed_sums(state)
+                lost = {name: each - before[name] if before else each for name, each in owed.items()}
+                for name, each in unowed_sums(state).items():
+                    lost[name] = lost[name] + each if name in lost else each
+                steps.append(LostStep(lost, largest_sum_error(state)))
+                before = owed
+                state.observed_sums = []
+    finally:
+        executor.close()
+    return tuple(steps) if any(step.lost for step in steps) else ()
+
+
 def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
     """Trains `num_steps` steps on one device and records all that is compared.
 
-    Replays weight versions if the plan has any. `lost` is what sums of codes leave out (compressed_sums.py).
+    Replays weight versions if the plan has any. `lost` is what sums of codes leave out (`record_lost`).
     """
     subject, rng, plan = (
         parity_case.make_trained_module(),

@@ -38,6 +38,7 @@ from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.step.program import Transfer
 
 CHUNK = 1 << 16  # elements coded at once: a multiple of every block
+BLOCK, SCALE_NBYTES = 256, 4  # elements that share one float32 scale
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,23 @@ def in_blocks(values: torch.Tensor, block: int) -> torch.Tensor:
     missing = -len(values) % block
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     return padded.view(-1, block)
+
+
+def num_blocks(numel: int) -> int:
+    """Returns the blocks, and so the scales, of `numel` elements."""
+    return -(-numel // BLOCK)
+
+
+def join_scales(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the float32 `scales` of all blocks, then `codes`, uint8."""
+    return torch.cat((scales.view(-1).view(torch.uint8), codes))
+
+
+def split_scales(codes: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales of `numel` elements, float32 [blocks, 1], and the bytes behind them."""
+    nbytes = SCALE_NBYTES * num_blocks(numel)
+    # copied: where codes begin is no multiple of 4
+    return codes[:nbytes].clone().view(torch.float32).unsqueeze(1), codes[nbytes:]
 
 
 def _to_peers(codes: torch.Tensor, index: int) -> list[tuple[int, torch.Tensor]]:

@@ -55,6 +55,15 @@ class CodedOperand:
         for name, residual in self.owed.items():
             self.by_param[name].add_(residual.view(-1), alpha=self.scale)
 
+    def clear_padding(self) -> None:
+        """Makes the sum zero where no parameter lies: there a code may say something else, as a sign does."""
+        first = self.index * len(self.output) if self.is_scattered else 0
+        offset, end = self.values.storage_offset(), 0
+        places = sorted((each.storage_offset() - offset, each.numel()) for each in self.by_param.values())
+        for begin, numel in (*places, (len(self.values), 0)):
+            self.output[max(0, end - first) : max(0, begin - first)] = 0
+            end = begin + numel
+
     def keep_residual(self) -> None:
         """Keeps what `values` holds now as what is owed."""
         for name, residual in self.kept.items():
@@ -146,6 +155,7 @@ class CodedSums:
                     partial(self._defined_sum, action, group, operand),
                 )
             )
+        operand.clear_padding()
 
     def _defined_sum(
         self, action: Action, group: Group, operand: CodedOperand, inputs: Sequence[torch.Tensor]

@@ -235,6 +235,12 @@ class Program:
         """The kinds of all its actions."""
         return frozenset(action.kind for role in self.roles for action in role.actions)
 
+    @property
+    def first_coded_step(self) -> int:
+        """The first step in which every transfer is carried as it is from then on."""
+        transfers = (each for role in self.roles for action in role.actions for each in action.transfers)
+        return max((each.carried_from for each in transfers), default=0)
+
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """Returns this program with `change` applied to the list of every role."""
         return Program(tuple(replace(role, actions=tuple(change(list(role.actions)))) for role in self.roles))
