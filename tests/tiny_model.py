@@ -26,9 +26,9 @@ from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.plan.strategy_state import StateSpec
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
-from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.testing.parity_on_threads import compare_on_threads
+from meshwright.verifier.parity import make_verdict, parity_job, single_device_job
+from meshwright.verifier.reference import ParityCase
 from meshwright.verifier.verdict_and_cause import Verdict
 
 VOCABULARY, WIDTH, TOKENS = 13, 6, 5
@@ -133,13 +133,7 @@ def verdict_of(
     on_rank: Callable[[ParityCase, World], ParityCase] = lambda case, world: case,
 ) -> Verdict:
     """The verdict over all ranks, as threads; `on_rank` may change what one rank plays."""
-    reference = run_reference(case, steps)
-    return make_verdict(
-        case,
-        run_on_threads(lambda world: compare_rank(on_rank(case, world), world, reference), case.plan.mesh),
-        "threads",
-        {},
-    )
+    return make_verdict(case, compare_on_threads(case, steps, on_rank=on_rank), "threads", {})
 
 
 def first_of(verdict: Verdict) -> tuple[int, str, str, str]:

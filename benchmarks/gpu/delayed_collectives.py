@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.llamas import AUTOCAST, FP32, SMALL, make_llama_plan, open_trainer, saved_tensors
 from benchmarks.gpu.setting import Setting, same_bits
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
-from meshwright.comm.collectives.group import Group, GroupKey, Work, World
+from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey, Rounds, Work, World
 from meshwright.device.device_streams import current_stream, record_event
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -197,6 +197,10 @@ class LateGroup(Group):
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
         """Shifts late."""
         return self._late(lambda: self._group.shift(output, tensor, offset=offset, action=action))
+
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Runs `rounds` late."""
+        return self._late(lambda: self._group.exchange(rounds, messages, action=action))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Broadcasts late."""

@@ -107,7 +107,7 @@ class Batches:
 
 def plain_loop(rank: int, size: int, workload: str) -> Callable[[], object]:
     """Returns the step of a plain PyTorch loop on one device."""
-    return _loop(rank, size, WORKLOADS[workload], lambda model: model)
+    return torch_step(rank, size, WORKLOADS[workload], lambda model: model)
 
 
 def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) -> Callable[[], object]:
@@ -119,7 +119,7 @@ def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) 
     def wrap(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    return _loop(rank, size, WORKLOADS[workload], wrap, autocast=half)
+    return torch_step(rank, size, WORKLOADS[workload], wrap, autocast=half)
 
 
 def ours(
@@ -128,16 +128,17 @@ def ours(
     """Returns the step of the engine on the same model: one device, or `batch_split` + `ddp` over gloo; in
     `world` unless it is None.
     """
-    return _engine(workload, Mesh(dp_replicate=size), None, world or make_world(rank, size, store))
+    return plan_step(workload, Mesh(dp_replicate=size), None, world or make_world(rank, size, store))
 
 
-def _engine(
+def plan_step(
     workload: str,
     mesh: Mesh,
     strategies: Sequence[Strategy] | None,
     world: World,
     precision: PrecisionConfig | None = None,
 ) -> Callable[[], object]:
+    """Returns the step of a plan of ours for `workload`, on this rank of `world`."""
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
@@ -180,7 +181,7 @@ def fsdp(
             fully_shard(part, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         return model
 
-    return _loop(rank, size, WORKLOADS[workload], wrap)
+    return torch_step(rank, size, WORKLOADS[workload], wrap)
 
 
 def deepspeed_zero(
@@ -252,12 +253,13 @@ def sharded(
     world = TorchWorld(mesh, rank, "cpu", shared_memory=False)
     offloads = () if offload is None else (Offload(**offload),)
     strategies = (SplitBatch(axis="dp_shard"), ZeRO(**zero), *offloads)
-    return _engine(workload, mesh, strategies, world, PrecisionConfig(**precision or {}))
+    return plan_step(workload, mesh, strategies, world, PrecisionConfig(**precision or {}))
 
 
-def _loop(
+def torch_step(
     rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module], *, autocast: bool = False
 ) -> Callable[[], object]:
+    """Returns the step of a plain loop around the model that `wrap` returns, on this rank's samples."""
     torch.set_num_threads(1)
     plain = spec.model()
     names = dict(plain.named_parameters())

@@ -63,7 +63,7 @@ from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import run_reference
+from meshwright.verifier.reference import record_lost, run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 NAME = "random_plans"
@@ -149,7 +149,10 @@ def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     case = make_parity_case(
         analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
     )
-    reference = run_reference(case, drawn.num_steps)
+    lost = run_on_threads(
+        lambda world: record_lost(case, world, drawn.num_steps), plan.mesh, timeout_s=limit_s
+    )
+    reference = run_reference(case, drawn.num_steps, lost[0])
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)

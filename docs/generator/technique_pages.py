@@ -28,6 +28,8 @@ SHARED = (
     "context/memory_model",
     "context/ring_attention",
     "context/context_parallel_strategy",
+    "compression/block_codes",
+    "compression/residuals",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",
@@ -49,6 +51,7 @@ SHARED = (
 )
 TITLES = {
     "data": "Data parallelism",
+    "compression": "Compressed communication",
     "memory": "Memory",
     "memory/tiers": "Memory of the host and of disks",
     "tensor": "Tensor parallelism",

@@ -55,13 +55,12 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer, batch_tensors, select_local_batch
-from meshwright.testing.ranks import run_on_threads
+from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
 from meshwright.verifier.message_trace import trace as trace_ranks
 from meshwright.verifier.model_own_loss import with_model_loss
-from meshwright.verifier.parity import compare_rank, make_verdict
-from meshwright.verifier.reference import run_reference
+from meshwright.verifier.parity import make_verdict
 from meshwright.verifier.verdict_and_cause import Verdict
 
 ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]
@@ -289,8 +288,7 @@ def verify(
         loss,
         lambda plan, rank: lambda step: select_local_batch(prepared[step], plan, rank),
     )
-    reference = run_reference(case, len(batches))
-    reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+    reports = compare_on_threads(case, len(batches), timeout_s=600)
     verdict = make_verdict(case, reports, "threads", {"torch": torch.__version__})
     verdict = replace(verdict, plan=plan.hash)
     return with_model_loss(verdict, analyzed, loss, prepared[0]) if prepared else verdict

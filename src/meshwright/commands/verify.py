@@ -31,12 +31,12 @@ from meshwright.run.launch.host_memory_check import SAME_MEMORY
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
-from meshwright.testing.ranks import run_on_threads
+from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.reference import ParityCase, record_lost, run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
@@ -75,8 +75,7 @@ def verify(
     _check_host_memory(case.plan, shrink=shrink)
     folder = _verify_folder(plan)
     if launcher is None:
-        reference = run_reference(case, steps)
-        reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+        reports = compare_on_threads(case, steps, timeout_s=600)
     else:
         with claim_run_folder(folder) as attempt:
             plan_file = folder / PLAN_FILE
@@ -180,7 +179,8 @@ def verify_rank(
         with join_world(
             rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
         ) as world:
-            report = compare_rank(case, world, run_reference(case, steps))
+            reference = run_reference(case, steps, record_lost(case, world, steps))
+            report = compare_rank(case, world, reference)
         path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report)))

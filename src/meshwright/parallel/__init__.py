@@ -5,11 +5,16 @@ tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence
 context     the tokens of a sample: ring attention, Ulysses, both together
 expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
+compression fewer bytes: gradients that are summed as codes
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
 from collections.abc import Iterable, Mapping
 
+from meshwright.parallel.compression.cast import CastCompression
+from meshwright.parallel.compression.int4 import Int4Compression
+from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.sign import SignCompression
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -81,5 +86,9 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         TiledMLP,
         Offload,
         DiskOffload,
+        Int8Compression,
+        Int4Compression,
+        CastCompression,
+        SignCompression,
     )
 )

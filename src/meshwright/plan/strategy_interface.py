@@ -20,6 +20,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import Layout
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import StageCalls
 from meshwright.plan.strategy_state import StateSpec
@@ -36,6 +37,24 @@ PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "
 
 Handler = Callable[[Action], None]
 HandlerWrapper = Callable[[Handler], Handler]
+
+
+@dataclass(frozen=True)
+class ObservedSum:
+    """A sum of codes over `axes` as one rank took part in it, for the verifier.
+
+    `input` is what this rank put in, flat; `output` the sum, or its slice; `lost`, by parameter, what its
+    codes lost, a summand along the axes of `layouts`. `is_owed`: it comes later. `defined_sum(inputs)` is
+    what the technique defines as the sum of the inputs of all ranks.
+    """
+
+    axes: tuple[str, ...]
+    input: "torch.Tensor"
+    output: "torch.Tensor"
+    lost: "Mapping[str, torch.Tensor]"
+    layouts: Mapping[str, Layout]
+    is_owed: bool
+    defined_sum: "Callable[[Sequence[torch.Tensor]], torch.Tensor]"
 
 
 @dataclass(frozen=True)

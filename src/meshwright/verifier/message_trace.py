@@ -213,7 +213,7 @@ def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]
     """
     reported: set[str] = set()
     for number, (issued, counts) in enumerate(zip(rank_trace.steps, rank_trace.counts, strict=True), start=1):
-        planned = planned_messages(plan, counts=counts)
+        planned = planned_messages(plan, counts=counts, step=number - 1)
         for action, text in (*count_problems(plan, counts), *_differences(planned, issued)):
             if text not in reported:
                 reported.add(text)

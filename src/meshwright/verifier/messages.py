@@ -38,9 +38,13 @@ class Message(NamedTuple):
 
 
 def planned_messages(
-    plan: RankPlan, microbatch_plans: Sequence[RankPlan] = (), counts: Mapping[str, int] | None = None
+    plan: RankPlan,
+    microbatch_plans: Sequence[RankPlan] = (),
+    counts: Mapping[str, int] | None = None,
+    step: int | None = None,
 ) -> list[Message]:
-    """Returns what each rank puts into collectives in one step, in the order of the program.
+    """Returns what each rank puts into collectives in `step`, in the order of the program; None: in any step
+    behind the first ones, which some techniques leave exact.
 
     `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
     those of `plan`. `counts` are the rows that the rank counted in the step; None: as many as expected.
@@ -66,7 +70,7 @@ def planned_messages(
         )
         for action in actions
         for transfer in action.transfers
-        for message in transfer.messages
+        for message in (transfer.messages if step is None else transfer.messages_in_step(step))
     ]
 
 

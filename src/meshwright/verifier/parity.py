@@ -54,6 +54,7 @@ class PlannedMessages:
         # by the shapes of one sample
         self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
         self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
+        self._first_coded_step = parity_case.plan.program.first_coded_step
 
     def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
         """Yields the messages of the rank of `report`, each with its step."""
@@ -66,10 +67,10 @@ class PlannedMessages:
             microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
             for shapes in set(microbatches) - plans_by_shapes.keys():
                 plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
-            key = microbatches, tuple(counts.items())
+            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step)
             if key not in known_messages:
                 known_messages[key] = planned_messages(
-                    actual, [plans_by_shapes[shapes] for shapes in microbatches], counts
+                    actual, [plans_by_shapes[shapes] for shapes in microbatches], counts, step
                 )
             yield from ((step, message) for message in known_messages[key])
 
@@ -155,6 +156,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             metrics = executor.step(batch)
             report.counts.append(dict(world.ledger.counts))
             comparison.choices(recorder, truth)
+            comparison.sums_of_codes(truth)
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             parameters = executor.gather_parameters()
@@ -315,6 +317,11 @@ class _RankComparison:
                 if other:
                     self._add_difference("choice of experts", f"{layer}, {other}", "", None)
         recorder.found.clear()
+
+    def sums_of_codes(self, truth: ReferenceStep) -> None:
+        """Compares the sums of codes with what their techniques define, as found beforehand."""
+        if not truth.sum_error <= TOLERANCE:
+            self._add_difference("sum of codes", "", "", truth.sum_error)
 
     def number(self, quantity: str, actual: float, expected: float) -> None:
         error = abs(actual - expected) / max(abs(expected), 1e-300)

@@ -8,16 +8,26 @@ A plan in which every microbatch is an update of its own, at weights that are se
 something else. For it the loop replays the weight versions that its program states
 (plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
 beside the next step (offload with a delay): gradients are those at weights that lack the last update.
+
+A plan with gradient compression steps with what its codes say. That is verified in two ways, to 1e-10: every
+sum equals what its technique defines (engine/step/observed_sums.py), and nothing is lost: what is applied +
+what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
+train once beforehand and report what each step `lost`: the change of all they owe, or, where nothing is owed,
+what codes lost. The reference steps with its own gradient less that; every number of the ranks must equal it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
+from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
-from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.engine.runtime.rank_state import RankState, TrainedModule
+from meshwright.engine.step.executor import StepExecutor
+from meshwright.engine.step.observed_sums import largest_sum_error, owed_sums, unowed_sums
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
@@ -32,6 +42,7 @@ from meshwright.plan.step.single_device_program import stepped_microbatches as a
 from meshwright.plan.step.weight_stashing import forward_versions
 
 TensorsByName = dict[str, torch.Tensor]
+NOTHING_LOST: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class ReferenceStep:
 
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
-    `choices` the experts of each token, by layer.
+    `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
     """
 
     batch: Batch
@@ -69,6 +80,7 @@ class ReferenceStep:
     microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
     biases: TensorsByName = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
+    sum_error: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,10 +92,49 @@ class Reference:
     block_of: dict[str, str] = field(default_factory=dict)
 
 
-def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
+@dataclass(frozen=True)
+class LostStep:
+    """What the sums of codes of one step left out of each gradient, all ranks together; and the largest error
+    of such a sum, relative, against what its technique defines.
+    """
+
+    lost: TensorsByName
+    error: float
+
+
+def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[LostStep, ...]:
+    """Trains one rank of the plan and returns what each step left out, the same on every rank; () if the plan
+    has no sums of codes that say so.
+
+    All ranks call it.
+    """
+    plan = parity_case.plan.for_rank(world.rank)
+    if not any(each.carried_by for role in plan.program.roles for a in role.actions for each in a.transfers):
+        return ()
+    state = RankState(parity_case.make_trained_module(), world, parity_case.loss, observed_sums=[])
+    executor = StepExecutor(plan, state, stateless_rng=parity_case.make_rng())
+    read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
+    steps, before = list[LostStep](), dict[str, torch.Tensor]()
+    try:
+        with world.ledger.pause_recording():
+            for step in range(num_steps):
+                executor.step(read_batch(step))
+                owed = owed_sums(state)
+                lost = {name: each - before[name] if before else each for name, each in owed.items()}
+                for name, each in unowed_sums(state).items():
+                    lost[name] = lost[name] + each if name in lost else each
+                steps.append(LostStep(lost, largest_sum_error(state)))
+                before = owed
+                state.observed_sums = []
+    finally:
+        executor.close()
+    return tuple(steps) if any(step.lost for step in steps) else ()
+
+
+def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
     """Trains `num_steps` steps on one device and records all that is compared.
 
-    Replays weight versions if the plan has any.
+    Replays weight versions if the plan has any. `lost` is what sums of codes leave out (`record_lost`).
     """
     subject, rng, plan = (
         parity_case.make_trained_module(),
@@ -121,7 +172,7 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(parity_case, subject, rng, batch, step)
         _backward(loss)
-        gradients = _gradients(subject)
+        gradients = _gradients(subject, lost[step].lost if lost else {})
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
         updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
@@ -132,7 +183,10 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         values = (loss.item(), norm.item(), gradients, parameters_after)
         choices = recorder.pop_choices(len(next(iter(batch.values()))))
-        reference.steps.append(ReferenceStep(batch, *values, biases=_values(biases), choices=choices))
+        error = lost[step].error if lost else 0.0
+        reference.steps.append(
+            ReferenceStep(batch, *values, biases=_values(biases), choices=choices, sum_error=error)
+        )
     recorder.detach()
     return reference
 
@@ -254,14 +308,18 @@ def _set(parameters: Mapping[str, torch.nn.Parameter], values: TensorsByName) ->
             parameter.copy_(values[name])
 
 
-def _gradients(subject: TrainedModule) -> TensorsByName:
-    """Returns a copy of every gradient.
+def _gradients(subject: TrainedModule, lost: Mapping[str, torch.Tensor] = NOTHING_LOST) -> TensorsByName:
+    """Returns a copy of every gradient, less what is `lost` of it.
 
     Zeros for a parameter that the step does not reach, which still decays.
     """
     for parameter in subject.trainable_parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    for name, missing in lost.items():
+        gradient = subject.trainable_parameters[name].grad
+        if gradient is not None:
+            gradient.sub_(missing)
     return {name: p.grad.clone() for name, p in subject.trainable_parameters.items() if p.grad is not None}
 
 

@@ -40,6 +40,7 @@ COMPARED_QUANTITIES = (
 QUANTITIES = (
     *COMPARED_QUANTITIES[:2],
     "choice of experts",
+    "sum of codes",
     *COMPARED_QUANTITIES[2:],
     "replica",
     "ledger",

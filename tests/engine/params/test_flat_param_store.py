@@ -172,7 +172,9 @@ class Noted(Group):
     def send(self, *others: object, **more: object) -> Work:
         raise NotImplementedError("no shard is sent so")
 
-    recv = all_to_all = all_to_all_v = shift = broadcast = scatter = gather = reduce = barrier = send
+    recv = all_to_all = all_to_all_v = shift = exchange = broadcast = scatter = gather = reduce = barrier = (
+        send
+    )
 
 
 class NotedWorld(World):

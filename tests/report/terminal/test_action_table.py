@@ -264,6 +264,10 @@ def all_programs() -> list[Plan]:
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
         make_plan(analyzed_model(), tiny_job(), Mesh(), (MemoryBudget(),)),
+        *(
+            make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=3), (BatchSplit(), DDP(), codec()))
+            for codec in STRATEGIES["compress"].values()
+        ),
     ]
 
 

@@ -160,9 +160,9 @@ class P2PWork(Work):
 class StreamWork(Work):
     """An algorithm that runs on a stream of its own; `keep` stays alive until the wait."""
 
-    def __init__(self, event: torch.Event, stream: torch.Stream, keep: torch.Tensor) -> None:
+    def __init__(self, event: torch.Event, stream: torch.Stream, keep: object) -> None:
         self._event, self._stream = event, stream
-        self._keep: torch.Tensor | None = keep
+        self._keep: object | None = keep
 
     def wait(self) -> None:
         """Makes later kernels of the current stream wait for the result."""

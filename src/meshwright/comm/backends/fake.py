@@ -13,13 +13,14 @@ import torch
 
 from meshwright.comm.collectives.collective_call import (
     announce,
+    announce_exchange,
     announce_rows,
     member_ranks,
     ordered_axes,
     rank_slices,
     shares_memory,
 )
-from meshwright.comm.collectives.group import Group, GroupKey, Work, World
+from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey, Rounds, Work, World
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -121,6 +122,19 @@ class FakeGroup(Group):
         """Fills `output` with this rank's `tensor`: what the equal peer would send here."""
         announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         return copy_to_output(output, tensor)
+
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Fills what comes from a peer with what goes to it, where both have one size; else with zeros."""
+        announce_exchange(self, messages, action)
+        with torch.no_grad():
+            for sends, receives in rounds:
+                sent = dict(sends)
+                for peer, place in receives:
+                    if peer in sent and sent[peer].shape == place.shape:
+                        place.copy_(sent[peer])
+                    else:
+                        place.zero_()
+        return CompletedWork()
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Leaves `tensor` unchanged: the source holds the same."""

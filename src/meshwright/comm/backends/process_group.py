@@ -30,17 +30,18 @@ from meshwright.comm.backends.gloo_workarounds import (
     broadcast_all_gather,
     sum_into,
 )
-from meshwright.comm.backends.run_algorithm import PeerTensors, run_rounds
+from meshwright.comm.backends.run_algorithm import run_rounds
 from meshwright.comm.collectives.collective_call import (
     POINT_TO_POINT,
     UNEVEN,
     CollectiveCall,
     announce,
+    announce_exchange,
     announce_rows,
     rank_slices,
 )
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import Group, Work, World
+from meshwright.comm.collectives.group import ExchangedMessage, Group, PeerTensors, Rounds, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog
 from meshwright.device.device_streams import current_stream, record_event
 from meshwright.plan.job.errors import CollectiveError, PlanError
@@ -256,6 +257,10 @@ class TorchGroup(Group):
         )  # NCCL too starts both sides of it together
         return self._issue(call, start, keep=(output, tensor))
 
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Runs `rounds` in the communication thread; on a GPU, on the group's own stream."""
+        return self._run_rounds(announce_exchange(self, messages, action), rounds)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrites `tensor` with that of the rank at index `source` of the group."""
         call = announce(self, "broadcast", tensor, action=action, source=source)
@@ -330,18 +335,24 @@ class TorchGroup(Group):
     def _run_algorithm(self, call: CollectiveCall, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:
             return CompletedWork()
-        check_not_destroyed()
         rounds = run_rounds(get_algorithm(call.algorithm), self.size, self.index, flat)
+        return self._run_rounds(call, rounds, flat)
+
+    def _run_rounds(self, call: CollectiveCall, rounds: Rounds, *operands: torch.Tensor) -> Work:
+        """Runs `rounds`, which keep their tensors alive; a failed step frees `operands` without the wait."""
+        check_not_destroyed()
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
-        if flat.device.type != "cpu":
-            self._stream = self._stream or torch.Stream(flat.device)
-            self._stream.wait_stream(current_stream(flat.device))
-            flat.record_stream(self._stream)  # a failed step frees it without the wait
+        device = self.device
+        if device is not None and device.type != "cpu":
+            self._stream = self._stream or torch.Stream(device)
+            self._stream.wait_stream(current_stream(device))
+            for each in operands:
+                each.record_stream(self._stream)
             with self._stream, torch.no_grad():
                 for sends, receives in rounds:
                     self._deliver(asked, sends, receives)
-                event = record_event(flat.device)
-            return StreamWork(event, self._stream, flat)
+                event = record_event(device)
+            return StreamWork(event, self._stream, (rounds, *operands))
         self._comm_thread = self._comm_thread or CommThread(f"rounds over {' x '.join(self.axes)}")
 
         def play() -> None:

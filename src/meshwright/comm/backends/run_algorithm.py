@@ -21,8 +21,8 @@ from meshwright.comm.allreduce.algorithm_as_rounds import (
     cached_rounds,
 )
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
+from meshwright.comm.collectives.group import PeerTensors, Rounds
 
-PeerTensors = list[tuple[int, torch.Tensor]]  # the index of the peer, and flat memory
 ElementRange = tuple[int, int]  # the first element, and the one behind the last
 
 
@@ -78,15 +78,25 @@ def run_rounds(
 def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor]) -> None:
     """All-reduces `operands`, the flat tensors of all ranks in order, in place."""
     size = len(operands)
-    parts = [run_rounds(algorithm, size, index, flat) for index, flat in enumerate(operands)]
-    for rounds in zip(*parts, strict=True):
+    deliver_rounds(
+        [run_rounds(algorithm, size, index, flat) for index, flat in enumerate(operands)], str(algorithm)
+    )
+
+
+def deliver_rounds(rounds_by_index: Sequence[Rounds], name: str) -> None:
+    """Delivers the messages of all ranks, round by round; `name` is for errors.
+
+    Raises RuntimeError for a message that no rank receives.
+    """
+    for rounds in zip(*rounds_by_index, strict=True):
         sent = {(index, peer): message for index, (sends, _) in enumerate(rounds) for peer, message in sends}
         for index, (_, receives) in enumerate(rounds):
             for peer, buffer in receives:
                 buffer.copy_(sent.pop((peer, index)))
         if sent:
             raise RuntimeError(
-                f"{algorithm} among {size} ranks: no rank receives what {sorted(sent)} (from, to) send"
+                f"{name} among {len(rounds_by_index)} ranks: no rank receives what {sorted(sent)} (from, to) "
+                "send"
             )
 
 

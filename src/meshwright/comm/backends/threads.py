@@ -23,19 +23,21 @@ import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.backends.run_algorithm import run_all_ranks
+from meshwright.comm.backends.run_algorithm import deliver_rounds, run_all_ranks
 from meshwright.comm.collectives.collective_call import (
+    EXCHANGE,
     POINT_TO_POINT,
     UNEVEN,
     CollectiveCall,
     announce,
+    announce_exchange,
     announce_rows,
     member_ranks,
     ordered_axes,
     rank_slices,
 )
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
-from meshwright.comm.collectives.group import Group, GroupKey, Work, World
+from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey, Rounds, Work, World
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
@@ -46,12 +48,15 @@ Channel = tuple[bool, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class CollectiveInput:
-    """The input of one rank to a collective; `splits` are its rows for each rank, if these are uneven."""
+    """The input of one rank to a collective; `splits` are its rows for each rank, if these are uneven, and
+    `rounds` those of an exchange.
+    """
 
     call: CollectiveCall
     tensor: torch.Tensor
     output: torch.Tensor | None
     splits: tuple[int, ...] = ()
+    rounds: Rounds | None = None
 
 
 @dataclass(eq=False)
@@ -240,6 +245,9 @@ def _is_compatible(one: CollectiveCall, other: CollectiveCall) -> bool:
 
 @torch.no_grad()
 def _complete(call: CollectiveCall, inputs: list[CollectiveInput]) -> None:
+    if call.collective == EXCHANGE:
+        deliver_rounds([post.rounds for post in inputs if post.rounds is not None], str(call))
+        return
     operands = [post.tensor for post in inputs]
     results = _rows_by_rank(inputs) if call.collective == UNEVEN else _results(call, operands)
     for post, result in zip(inputs, results, strict=True):
@@ -369,6 +377,10 @@ class ThreadGroup(Group):
             announce(self, "shift", tensor, output, action=action, source=offset % self.size), tensor, output
         )
 
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Runs the rounds of all ranks in turn, in the thread of the last one to arrive."""
+        return self._submit(announce_exchange(self, messages, action), torch.empty(0), None, rounds=rounds)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrites `tensor` with that of the rank at index `source` of the group."""
         return self._submit(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
@@ -408,8 +420,9 @@ class ThreadGroup(Group):
         tensor: torch.Tensor,
         output: torch.Tensor | None,
         splits: tuple[int, ...] = (),
+        rounds: Rounds | None = None,
     ) -> Work:
-        given = CollectiveInput(call, tensor, output, splits)
+        given = CollectiveInput(call, tensor, output, splits, rounds)
         return ThreadWork(self._backend, self._rank, call, self._backend.submit(self._rank, self, given))
 
 

@@ -17,7 +17,7 @@ from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
 from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.group import ExchangedMessage, Group
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, STRATEGY_AXES, Mesh, in_mesh_order
@@ -29,6 +29,7 @@ ONE_SENDER, ONE_RECEIVER = (
 )
 POINT_TO_POINT = ("send", "recv")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+EXCHANGE = "exchange"
 UNEVEN = "all_to_all_v"  # its rows differ from rank to rank: a call states the shape of one row
 
 
@@ -121,9 +122,29 @@ def announce_rows(
     return call
 
 
-def _record(group: Group, call: CollectiveCall, entry: LedgerEntry) -> None:
+def announce_exchange(group: Group, messages: Sequence[ExchangedMessage], action: str) -> CollectiveCall:
+    """Returns the exchange that this rank of `group` is about to take part in; records its messages."""
+    call = CollectiveCall(EXCHANGE, tuple(each.nbytes for each in messages), torch.uint8, action=action)
+    entries = [
+        LedgerEntry(
+            action,
+            each.collective,
+            group.axes,
+            group.size,
+            each.nbytes,
+            sent_nbytes(each.collective, each.nbytes, group.size),
+            dtype=each.dtype,
+        )
+        for each in messages
+    ]
+    _record(group, call, *entries)
+    return call
+
+
+def _record(group: Group, call: CollectiveCall, *entries: LedgerEntry) -> None:
     ledger = group.ledger
-    ledger.record(entry)
+    for entry in entries:
+        ledger.record(entry)
     if group.size > 1 and not ledger.is_comparing:
         ledger.flight_recorder.record(group, call)
         if ledger.check_desync is not None and not (

@@ -7,7 +7,8 @@ rank.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,16 @@ from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
 GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them; () means all
+PeerTensors = list[tuple[int, torch.Tensor]]  # the index of the peer, and flat memory
+Rounds = Iterator[tuple[PeerTensors, PeerTensors]]  # by round: what this rank sends, where it receives
+
+
+class ExchangedMessage(NamedTuple):
+    """A collective that rounds of sends and receives carry out, with the bytes of its input."""
+
+    collective: str
+    nbytes: int
+    dtype: str
 
 
 class Work(ABC):
@@ -65,6 +76,7 @@ class Group(ABC):
         all_to_all(output, tensor)         S                    output: slice i from rank i, S   S (n-1)/n
         all_to_all_v(output, tensor, ...)  S, rows for others   output: rows from others         S
         shift(output, tensor, offset=k)    S                    output: S of index - k (mod n)   S
+        exchange(rounds, messages)         what `rounds` yields                                  of messages
         barrier()                                                                                0
 
         S bytes; "all" and slices are flat, in rank order.   (*) a named algorithm: the sum over its rounds
@@ -158,6 +170,15 @@ class Group(ABC):
 
         `output` comes from the one at (index - `offset`). Every rank of the group passes the same `offset`; a
         multiple of the size copies, and sends nothing.
+        """
+
+    @abstractmethod
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Runs `rounds` beside the computation: between two messages a rank may compute on what has arrived.
+
+        `rounds` yields what this rank sends and where it receives, as flat tensors, and continues when all of
+        that has been delivered; all ranks yield the matching rounds. Together they carry out the collectives
+        `messages`, which the ledger records. Work that ends has run `rounds` to its end.
         """
 
     @abstractmethod

@@ -19,5 +19,6 @@ Linux, or across hosts, all ranks of a group agree on gloo, and log the reason.
     shared_memory_group    the collectives
     segment                one shared memory segment, seen from one rank
     handshake              how the ranks of a group agree to share a segment, or that they cannot
-    compile_library        compiles the C part (memory.c, chunks.h, sums.h, counter.h) on first use
+    int8_codes             codes of one byte in C, for parallel/compression
+    compile_library        compiles the C part (memory.c, chunks.h, sums.h, codes.h, counter.h) on first use
 """

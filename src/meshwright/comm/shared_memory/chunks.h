@@ -9,6 +9,7 @@
  * when chunk k + 2 is put, a phase has ended after the one in which chunk k was read.
  */
 #include "counter.h"
+#include "codes.h"
 #include "sums.h"
 
 enum { DEPTH = 16, SLOT = 1 << 16, AREA = 1 << 20, FAR = 1 << 20 };

@@ -24,7 +24,7 @@ from meshwright.comm.backends.fake import CompletedWork, copy_to_output
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import ONE_RECEIVER, CollectiveCall, announce
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import Group, Work
+from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds, Work
 from meshwright.comm.shared_memory.segment import DONE, MISMATCH, PENDING, SharedSegment
 from meshwright.comm.watchdog.watchdog import WatchedWait, wait_until
 from meshwright.plan.job.errors import CollectiveError
@@ -200,6 +200,10 @@ class SharedMemoryGroup(Group):
         """
         call = announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         return self._issue(call, tensor, output) if call.source else copy_to_output(output, tensor)
+
+    def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
+        """Runs `rounds` over gloo."""
+        return self._gloo_group.exchange(rounds, messages, action=action)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrites `tensor` with that of the rank at index `source` of the group."""

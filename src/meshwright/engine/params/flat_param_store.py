@@ -25,6 +25,7 @@ from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import Operand, RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
+from meshwright.plan.step.memory.memory_names import allocates_sum
 from meshwright.plan.step.program import Action
 
 
@@ -78,7 +79,9 @@ class FlatParamStore:
         self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
         # gradients stay where they are summed
-        self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)
+        self._grads_in_place = not any(
+            action.kind == "ACCUMULATE" or allocates_sum(action) for action in sums
+        )
         packs = (action for action in plan.actions if action.kind == "PACK")
         # buffers that gradients are packed into
         self._pack_buffer_names = {hold.name for action in packs for hold in action.allocations}
@@ -189,7 +192,7 @@ class FlatParamStore:
                 return Operand(flat_param.gather_input, flat_param.full_tensor)
             case "reduce_scatter":
                 flat = self._packed_buffer(action)
-                direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
+                direct = allocates_sum(action) and self._reduce_dtype == self._grad_dtype
                 return Operand(flat, self.gradient(flat_param) if direct else flat[flat_param.shard_slice])
             case _:
                 return Operand.in_place(self.gradient(flat_param))
@@ -212,7 +215,7 @@ class FlatParamStore:
         flat_param = self._by_name[action.tensors[0]]
         local_grads, gradient = self.packed_shard(action), self.gradient(flat_param)
         # the first is there when it takes room
-        gradient.copy_(local_grads) if action.allocations else gradient.add_(local_grads)
+        gradient.copy_(local_grads) if allocates_sum(action) else gradient.add_(local_grads)
 
     def packed_shard(self, action: Action) -> torch.Tensor:
         """Returns this rank's shard of the gradients that the PACK of `action`'s group has packed."""

@@ -39,7 +39,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, REPLICA_AXES, axes_with
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
@@ -54,11 +54,9 @@ from meshwright.plan.step.single_device_program import (
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = axes_with("samples")
-REPLICA_AXES = tuple(axis for axis in DATA_AXES if axis not in axes_with("experts"))
 SAMPLE_AXIS = one_of(
     *DATA_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}; or ep, for the strategy expert_parallel"
 )
-GRAD_SUM_AXES = (*REPLICA_AXES, *axes_with("tokens"))
 GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}")
 
 

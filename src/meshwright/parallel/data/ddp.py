@@ -28,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.comm.allreduce.size_rule import SizeRule, rule_diagnostics
-from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -159,7 +159,8 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
-    slices. So have groups that are summed along fewer axes, such as experts.
+    slices. So have groups that are summed along fewer axes, such as experts, and those that are summed as
+    codes.
     """
     runs: list[list[ParamGroup]] = []
     for param_group in param_groups:
@@ -167,12 +168,20 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
             runs
             and runs[-1][-1].is_uneven == param_group.is_uneven
             and _complete_axes(runs[-1][-1]) == _complete_axes(param_group)
+            and _coded_along(runs[-1][-1]) == _coded_along(param_group)
             and sum(other.numel for other in runs[-1]) + param_group.numel <= max_numel
         ):
             runs[-1].append(param_group)
         else:
             runs.append([param_group])
     return runs
+
+
+def _coded_along(param_group: ParamGroup) -> tuple[str, ...] | None:
+    """The axes along which compressed parameters are sliced: codes of copies must be equal, and depend on all
+    that lies in the bucket.
+    """
+    return param_group.sliced_axes if param_group.is_compressed else None
 
 
 def _complete_axes(param_group: ParamGroup) -> set[str]:

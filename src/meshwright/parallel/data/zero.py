@@ -43,7 +43,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.job.errors import Diagnostic
@@ -51,6 +51,7 @@ from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES, ROOT
 from meshwright.plan.sharding.flat_param import FlatParamSpec
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

@@ -250,6 +250,11 @@ def axes_with(part: BatchPart | ParamPart) -> tuple[str, ...]:
     )
 
 
+# the axes of copies: ranks that may have other samples or tokens for the same weights
+REPLICA_AXES = tuple(axis for axis in axes_with("samples") if axis not in axes_with("experts"))
+GRAD_SUM_AXES = (*REPLICA_AXES, *axes_with("tokens"))
+
+
 def in_mesh_order(axes: Collection[str]) -> tuple[str, ...]:
     """Returns `axes`, each once, outermost first."""
     return tuple(axis for axis in AXES if axis in axes)

@@ -16,7 +16,7 @@ class ParamSharding:
 
     `layout` is its placement while a block uses it, `storage_layout` between uses, `grad_layout` the
     placement in which the optimizer takes its gradient. `shard_alignment` is how finely the optimizer lets it
-    be cut.
+    be cut. If it `is_compressed`, its gradient is summed as codes (parallel/compression).
     """
 
     param: ParamSpec
@@ -24,6 +24,7 @@ class ParamSharding:
     grad_layout: Layout = Layout()
     storage_layout: Layout = Layout()
     shard_alignment: ShardAlignment = "element"
+    is_compressed: bool = False
 
     @property
     def unreduced_grad_layout(self) -> Layout:
@@ -129,6 +130,16 @@ class ParamGroup:
     def trainable(self) -> bool:
         """Whether they have gradients."""
         return self.param_shardings[0].param.trainable
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether their gradients are summed as codes."""
+        return self.param_shardings[0].is_compressed
+
+    @property
+    def sliced_axes(self) -> tuple[str, ...]:
+        """The axes along which each rank has slices of them."""
+        return in_mesh_order(self.param_shardings[0].sliced_dims)
 
     @property
     def numel(self) -> int:

@@ -251,6 +251,11 @@ class ShardingPlan:
         return axes_with("layers") if self.block_calls_by_pp_rank else ()
 
     @cached_property
+    def compressed_params(self) -> frozenset[str]:
+        """The parameters whose gradients are summed as codes."""
+        return frozenset(each.param.name for each in self.param_shardings if each.is_compressed)
+
+    @cached_property
     def param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups of the trainable parameters of the whole model."""
         return self.group_params(self.param_shardings, self.model_spec)
@@ -281,6 +286,8 @@ class ShardingPlan:
                 each.flat_shard_axes,
                 each.is_stored_sharded,
                 (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
+                # copies must have equal codes, so that they lie among copies
+                (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_compressed else ()),
             )
             found.setdefault(key, []).append(each)
         groups = [
@@ -354,5 +361,7 @@ class ShardingPlan:
                 if first.owner_axes
                 else f" by {first.shard_alignment}"
             )
+        if first.is_compressed:
+            name += " compressed" + "".join(f" along {axis}" for axis in in_mesh_order(first.sliced_dims))
         weights = [param_sharding.param for param_sharding in param_shardings]
         return ParamGroup(name, tuple(param_shardings), model_spec.last_backward(weights), users, uneven)

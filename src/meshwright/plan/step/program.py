@@ -76,7 +76,8 @@ class Transfer:
         all_reduce of float32 [N]     is carried by     all_to_all of int8 [N],    all_to_all of scales,
                                                         all_gather of int8 [N/n],  all_gather of scales
 
-    Static checks read the meaning. The ledger, the bytes sent and the price are those of `messages`.
+    Static checks read the meaning. The ledger, the bytes sent and the price are those of `messages`. In the
+    first steps, before step `carried_from`, the transfer is carried by itself.
 
     `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
     receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
@@ -97,6 +98,7 @@ class Transfer:
     num_neighbours: int = 0
     in_glue: bool = field(default=False, compare=False)
     carried_by: tuple["Transfer", ...] = ()
+    carried_from: int = 0
     runtime_size: RuntimeSize | None = None
 
     def __post_init__(self) -> None:
@@ -108,6 +110,10 @@ class Transfer:
         if not self.carried_by:
             return () if self.collective == COPY else (self,)
         return tuple(message for carrier in self.carried_by for message in carrier.messages)
+
+    def messages_in_step(self, step: int) -> tuple["Transfer", ...]:
+        """Returns the collectives that ranks issue in `step`, counted from 0."""
+        return self.messages if step >= self.carried_from else replace(self, carried_by=()).messages
 
     def num_ranks(self, mesh: Mesh) -> int:
         """Returns the number of ranks of `mesh` in one group of this transfer."""
@@ -228,6 +234,12 @@ class Program:
     def kinds(self) -> frozenset[str]:
         """The kinds of all its actions."""
         return frozenset(action.kind for role in self.roles for action in role.actions)
+
+    @property
+    def first_coded_step(self) -> int:
+        """The first step in which every transfer is carried as it is from then on."""
+        transfers = (each for role in self.roles for action in role.actions for each in action.transfers)
+        return max((each.carried_from for each in transfers), default=0)
 
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """Returns this program with `change` applied to the list of every role."""

@@ -72,15 +72,16 @@ def _transfer_to_list(transfer: Transfer) -> list[Any]:
         transfer.peer,
         list(transfer.member_indices),
         [_transfer_to_list(carrier) for carrier in transfer.carried_by],
-        *_size_fields(transfer.runtime_size),
+        _size_fields(transfer.runtime_size),
+        transfer.carried_from,
     ]
-    while fields[-1] in (None, []):
+    while fields[-1] in (None, [], 0):
         fields.pop()
     return fields
 
 
-def _size_fields(size: RuntimeSize | None) -> list[list[Any]]:
-    return [] if size is None else [[size.count, size.row_nbytes, size.expected_rows, size.max_rows]]
+def _size_fields(size: RuntimeSize | None) -> list[Any]:
+    return [] if size is None else [size.count, size.row_nbytes, size.expected_rows, size.max_rows]
 
 
 def _transfer_from_list(
@@ -93,6 +94,7 @@ def _transfer_from_list(
     member_indices: Sequence[int] = (),
     carried_by: Sequence[Any] = (),
     runtime_size: Sequence[Any] = (),
+    carried_from: int = 0,
 ) -> Transfer:
     return Transfer(
         collective,
@@ -103,6 +105,7 @@ def _transfer_from_list(
         peer=peer,
         member_indices=tuple(member_indices),
         carried_by=tuple(_transfer_from_list(*carrier) for carrier in carried_by),
+        carried_from=carried_from,
         runtime_size=RuntimeSize(*runtime_size) if runtime_size else None,
     )
 

@@ -1,15 +1,22 @@
 """The names of the memory that actions allocate and free: outputs, gradients, saved activations, scratch."""
 
 from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.step.program import Action
 
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
+_SUM = "summed gradient"
 VALUES_NOT_ZERO = "values not zero"  # of results of ReLU that `gist` encodes
 EXPERTS_SCRATCH = "experts scratch"  # that part of it which the choice of experts decides
 
 
 def sum_name(param_group: ParamGroup) -> str:
     """Returns the name of the memory of this rank's shard of the summed gradients of `param_group`."""
-    return f"summed gradient({param_group.name})"
+    return f"{_SUM}({param_group.name})"
+
+
+def allocates_sum(action: Action) -> bool:
+    """Returns whether `action` allocates the memory of a shard of summed gradients."""
+    return any(each.name.startswith(_SUM) for each in action.allocations)
 
 
 def grad_name(param_group: ParamGroup) -> str:

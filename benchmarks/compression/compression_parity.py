@@ -1,0 +1,107 @@
+"""Compressed gradients beside any other technique: every plan applies what codes define, and owes the rest.
+
+    plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each with a codec
+             with random options: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
+             pipelines of every schedule} x {recomputation, offload, gist, chunked loss} ...
+    parity   as `verify` does, in float64, to 1e-10: every sum equals what its codec defines, and every number
+             of every rank equals one device whose gradient lacks what is owed (engine/step/observed_sums.py)
+
+The figure is the number of plans that match. Plans that are refused are drawn again.
+
+    python -m benchmarks.compression.compression_parity              150 plans
+    python -m benchmarks.compression.compression_parity --only 17    one plan, with what differs; no result
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import count, islice
+from multiprocessing import get_context
+from random import Random
+
+from benchmarks.harness.case_store import CaseStore
+from benchmarks.harness.result import Result
+from benchmarks.random_plans.combinations import Row
+from benchmarks.random_plans.compression_draws import with_compression
+from benchmarks.random_plans.random_draws import Draw, draw
+from benchmarks.random_plans.random_plans import plan_or_refusal, try_plan
+from meshwright.parallel.compression.gradient_compression import GradientCompression
+from meshwright.plan.hardware.device_specs import available_cores
+from meshwright.plan.plan import Plan
+from meshwright.verifier.parity import TOLERANCE
+
+NAME = "compression_parity"
+CLAIM = (
+    "150 random plans with compressed gradients apply what their codes define and owe the rest: every number "
+    "to 1e-10 in float64"
+)
+SEED, NUM_PLANS = 29, 150
+
+
+def draws(seed: int = SEED) -> Iterator[Draw]:
+    """Yields random plans with gradient compression, without end."""
+    for number in count():
+        drawn = draw(seed, number)
+        compressed = with_compression(Random(f"{seed}/{number}/codec"), drawn.strategies)
+        if not drawn.perturbation and len(compressed) > len(drawn.strategies):
+            yield replace(drawn, strategies=compressed, guard=False)
+
+
+def codec_of(drawn: Draw) -> str:
+    """Returns the codec of `drawn`."""
+    return next(each.mode for each in drawn.strategies if isinstance(each, GradientCompression))
+
+
+def compare(drawn: Draw) -> Row:
+    """Returns the row of one plan: its outcome beside one device."""
+    return {**try_plan(drawn), "codec": codec_of(drawn)}
+
+
+def accepted_draws(wanted: int) -> list[Draw]:
+    """Returns the first `wanted` draws that are not refused."""
+    return list(islice((each for each in draws() if isinstance(plan_or_refusal(each), Plan)), wanted))
+
+
+def result(rows: Sequence[Row]) -> Result:
+    """Returns the result of these plans."""
+    errors = [
+        float(row.get("error", float("inf"))) if row["outcome"] == "matched" else float("inf") for row in rows
+    ]
+    detail = {
+        "seed": SEED,
+        "codecs": dict(Counter(str(row["codec"]) for row in rows)),
+        "matched": sum(row["outcome"] == "matched" for row in rows),
+        "findings": [row for row in rows if row["outcome"] != "matched"],
+        "techniques": {
+            name: sum(name in row["techniques"] for row in rows)
+            for name in sorted({name for row in rows for name in row["techniques"]})
+        },
+    }
+    return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+
+
+def main() -> None:
+    """Compares the plans and writes the result."""
+    parser = ArgumentParser(description="compressed gradients beside other techniques")
+    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
+    options = parser.parse_args()
+    if options.only >= 0:
+        (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
+        print(compare(drawn))
+        return
+    store = CaseStore(NAME)
+    known, chosen = store.read(), accepted_draws(NUM_PLANS)
+    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
+        left = [each for each in chosen if str(each) not in known]
+        for row in pool.map(compare, left):
+            store.add(row)
+            known[str(row["case"])] = row
+            print(row["outcome"], row["case"], row.get("message", ""), file=sys.stderr, flush=True)
+    print(result([known[str(each)] for each in chosen]).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

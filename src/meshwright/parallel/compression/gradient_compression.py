@@ -1,0 +1,239 @@
+"""Gradient compression: the sum of gradients along one axis travels as codes, and what they lose is owed.
+
+Why it works: a step needs no exact gradient, but none may be lost for good. Each rank adds to its gradient
+what its codes lost before (the residual, *error feedback*), so that everything arrives, some of it late:
+the sum over all steps of what was applied, and of all residuals, is the sum of all gradients.
+
+    gradient + residual -> codes -> ranks exchange them -> sum of codes = what is applied
+                        \\-> gradient + residual - value of the codes = the new residual (placement P)
+
+    REDUCE   means what it meant: all_reduce (ddp, replicas of zero) or reduce_scatter (zero) of gradients;
+             `carried_by` says which messages carry it
+    STEP     keeps the new residuals if the step counts; if it is left out, residuals stay to the bit
+
+Which axis: by default the outermost of those along which gradients are summed, since its links are the
+slowest. Behind an exact reduce-scatter within a host, over its other axes (`zero` with `replicate_axis`), a
+residual has 4 bytes / n per parameter; where all ranks code whole gradients it has 4.
+
+Which parameters: those that match one of `params` and have at least `min_numel` elements. They get buckets
+and flat parameters of their own; all others are summed as before. Gradients that are summed along other axes
+too, one after the other (tied over pipeline stages, norms under sequence parallelism), stay exact. The first
+`exact_steps` steps send exact sums.
+
+Every rank decodes the same codes in the same order, so replicas stay equal to the last bit. The norm, the
+clip and the loss guard see the sum of codes. Residuals belong to unscaled gradients, whatever the loss scale
+of float16. Where each microbatch is reduced on its own (zero 2 and 3), each takes what the one before owes.
+
+Cost: two passes over the gradients for coding; one residual per coded gradient, in float32, and another one
+within a step that the loss guard or the loss scale may leave out.
+Limits: lossy: `verify` compares a plan with what its codes say (docs/concepts/verification.md). Error
+feedback has a proof for SGD, and none for Adam.
+Paper: Seide et al. 2014, "1-bit stochastic gradient descent" (Interspeech; error feedback); Karimireddy et
+al. 2019, "Error Feedback Fixes SignSGD", arXiv 1901.09847; Stich et al. 2018, arXiv 1809.07599.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import ClassVar
+
+import torch
+
+from meshwright.comm.collectives.group import Rounds
+from meshwright.parallel.compression.residuals import CodedOperand, CodedSums
+from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.field_constraints import at_least, one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, in_mesh_order
+from meshwright.plan.sharding.param_sharding import ParamSharding
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, S
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_state import StateSpec, local_state_nbytes
+
+SUMS = ("all_reduce", "reduce_scatter")  # of REDUCE; a reduce to one rank is none
+
+
+@dataclass(frozen=True)
+class GradientCompression(Strategy):
+    """Sums gradients along `axis` ("": the outermost) as codes.
+
+    `params` are patterns of logical names (fnmatch; none: all parameters); smaller parameters than
+    `min_numel` elements, and the first `exact_steps` steps, are summed exactly. Without `error_feedback`
+    what codes lose is lost.
+    """
+
+    name: ClassVar[str] = "compress"
+    phase: ClassVar[StrategyPhase] = "comm"
+    exact: ClassVar[bool] = False
+    axis: str = field(default="", metadata=one_of("", *GRAD_SUM_AXES))
+    params: tuple[str, ...] = ()
+    min_numel: int = field(default=0, metadata=at_least(0))
+    exact_steps: int = field(default=0, metadata=at_least(0))
+    error_feedback: bool = True
+
+    @abstractmethod
+    def messages(self, transfer: Transfer, numel: int, num_ranks: int) -> tuple[Transfer, ...]:
+        """Returns the collectives that carry `transfer`, a sum of `numel` elements over `num_ranks` ranks."""
+
+    @abstractmethod
+    def sum_rounds(self, operand: CodedOperand) -> Rounds:
+        """Yields the messages of one sum, round by round, as `Group.exchange` takes them.
+
+        `operand.values` holds this rank's gradient and what it owed; the codec leaves there what it owes now,
+        calls `operand.keep_residual()`, and writes the sum into `operand.output`.
+        """
+
+    @abstractmethod
+    def defined_sum(
+        self, inputs: Sequence[torch.Tensor], keys: Sequence[int], *, is_scattered: bool
+    ) -> torch.Tensor:
+        """Returns the sum of the flat `inputs` of all ranks as this technique defines it.
+
+        In one process and without messages; `verify` compares every sum with it. `keys` are those of the
+        ranks for random numbers.
+        """
+
+    def scratch_nbytes(self, transfer: Transfer, numel: int, num_ranks: int) -> int:
+        """Returns the bytes that a rank takes for the sum `transfer` beside its operand, while it lasts."""
+        gathered = {"all_gather": num_ranks}
+        return 2 * max(each.nbytes * gathered.get(each.collective, 1) for each in transfer.messages)
+
+    def can_compress(self, param_sharding: ParamSharding) -> bool:
+        """Returns whether the codec takes a parameter of this shape."""
+        return True
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location, names = f"strategies.{self.name}", [each.name for each in sharding.model_spec.params]
+        if self.axis and self.axis not in sharding.grad_sum_axes:
+            text = f"no gradient is summed along {self.axis}"
+            summed = [axis for axis in sharding.grad_sum_axes if sharding.mesh.size(axis) > 1]
+            fix = f"choose one of: {', '.join(summed)}" if summed else "remove compress"
+            yield Diagnostic(text, fix, f"{location}.axis")
+        for pattern in self.params:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                text = f"'{pattern}' matches no parameter of {sharding.model_spec.name}"
+                yield Diagnostic(text, suggest_name(pattern, names), f"{location}.params")
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location, axis = f"strategies.{self.name}", self._axis(sharding)
+        if sharding.primary_rank_axes:
+            text = "data_parallel_master sums gradients on one rank, and codes are summed by all ranks"
+            yield Diagnostic(text, 'use the strategy "ddp" in its place, or remove compress', location)
+        elif sharding.mesh.size(axis) > 1 and not any(
+            self._selects(each, sharding) for each in sharding.param_shardings
+        ):
+            text = f"no gradient that is summed along {axis} is chosen by params and min_numel"
+            yield Diagnostic(text, "choose more parameters, a smaller min_numel or another axis", location)
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        return sharding.map_param_shardings(
+            lambda each: replace(each, is_compressed=True) if self._selects(each, sharding) else each
+        )
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        return program.edit(lambda actions: self._compress(actions, view, job))
+
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
+        dtype = residual_dtype(job)
+        for each in view.param_shardings if self.error_feedback else ():
+            if self._selects(each, view.plan):
+                layout = self.owed_layout(each.param.name, view.plan)
+                yield StateSpec("residual", param=each.param.name, dtype=dtype, layout=layout)
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        plan = runtime.state.plan
+        coded = frozenset(each.name for each in plan.actions if self.codes(each, plan.sharding))
+        sums = CodedSums(runtime, self, coded, self.exact_steps, may_skip=leaves_steps_out(plan.job))
+        runtime.wrap("REDUCE", sums.wrap_reduce)
+        runtime.wrap("STEP", sums.wrap_step)
+        return {}
+
+    def codes(self, action: Action, sharding: ShardingPlan) -> bool:
+        """Returns whether this strategy carries the sum of `action`."""
+        transfer, axis = action.transfer, self._axis(sharding)
+        return (
+            action.kind == "REDUCE"
+            and transfer is not None
+            and transfer.collective in SUMS
+            and axis in transfer.axes
+            and sharding.mesh.group_size(transfer.axes) > 1
+            and action.tensors[0] in sharding.compressed_params
+        )
+
+    def _axis(self, sharding: ShardingPlan) -> str:
+        found = [each for each in in_mesh_order(sharding.grad_sum_axes) if sharding.mesh.size(each) > 1]
+        return self.axis or (found or ["dp_replicate"])[0]
+
+    def _selects(self, each: ParamSharding, sharding: ShardingPlan) -> bool:
+        reductions, axis = each.grad_reductions(), self._axis(sharding)
+        return (
+            each.param.trainable
+            and axis in reductions
+            and sharding.mesh.size(axis) > 1
+            and set(reductions) <= set(sharding.grad_sum_axes)
+            and each.param.numel >= self.min_numel
+            and (not self.params or any(fnmatchcase(each.param.name, pattern) for pattern in self.params))
+            and self.can_compress(each)
+        )
+
+    def owed_layout(self, name: str, sharding: ShardingPlan) -> Layout:
+        """Returns the layout of what is owed to the parameter `name`.
+
+        Each rank holds a summand along the axes over which its gradient is still partial, and a shard where
+        it is summed as one.
+        """
+        each = next(each for each in sharding.param_shardings if each.param.name == name)
+        summed, sliced = set(each.grad_reductions()), each.flat_shard_axes
+        if self._axis(sharding) in sliced or not sliced:
+            return Layout().with_placement(in_mesh_order(summed), P)
+        layout = Layout().with_placement(in_mesh_order(summed - set(sliced)), P)
+        return layout.with_placement(sliced, S(FLAT))
+
+    def _compress(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
+        sizes = {spec.param: local_state_nbytes(spec, view) for spec in self.states(view, job)}
+        edited, scratch, pending = (
+            list[Action](),
+            dict[str, str](),
+            dict[str, str](),
+        )  # to be freed, by wait, param
+        for action in actions:
+            if self.codes(action, view.plan) and action.transfer is not None:
+                coded = self._coded(action, action.transfer, view, job)
+                scratch[action.name] = coded.allocations[-1].name
+                if leaves_steps_out(job) and self.error_feedback and action.tensors[0] not in pending:
+                    nbytes = sum(sizes[name] for name in action.tensors)
+                    kept = Allocation(f"new residuals of {action.name}", nbytes)
+                    coded = replace(coded, allocations=(*coded.allocations, kept))
+                    pending[action.tensors[0]] = kept.name
+                edited.append(coded)
+                continue
+            done = [scratch.pop(wait) for wait in action.waits if wait in scratch]
+            if action.kind == "STEP":
+                done += [pending.pop(name) for name in action.tensors if name in pending]
+            edited.append(replace(action, frees=(*action.frees, *done)) if done else action)
+        return edited
+
+    def _coded(self, action: Action, transfer: Transfer, view: RankView, job: Job) -> Action:
+        num_ranks, numel = transfer.num_ranks(view.plan.mesh), transfer.nbytes // FLOAT_NBYTES[transfer.dtype]
+        messages = self.messages(transfer, numel, num_ranks)
+        transfer = replace(transfer, carried_by=messages, carried_from=self.exact_steps)
+        nbytes, wide = self.scratch_nbytes(transfer, numel, num_ranks), residual_dtype(job)
+        if transfer.dtype != wide:  # then gradients and residuals are added in a copy
+            nbytes += numel * FLOAT_NBYTES[wide]
+        scratch = Allocation(f"codes of {action.name}", nbytes)
+        return replace(action, transfer=transfer, allocations=(*action.allocations, scratch))
+
+
+def leaves_steps_out(job: Job) -> bool:
+    """Returns whether the loss guard or the loss scale may leave a step out, for what its gradients are."""
+    return job.guard.action != "off" or job.precision.effective.scales_loss
+
+
+def residual_dtype(job: Job) -> str:
+    """Returns the dtype of residuals: float32, or wider where gradients are."""
+    return "float64" if job.precision.effective.reduce == "float64" else "float32"

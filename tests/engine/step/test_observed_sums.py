@@ -1,0 +1,102 @@
+"""Faults in sums of codes that `verify` must find: what is dropped, doubled, or of another sum."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.parallel.compression import residuals
+from meshwright.parallel.compression.block_codes import BlockCodec
+from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.residuals import CodedOperand
+from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
+from tests.tiny_model import case_of, verdict_of
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+keep, add = CodedOperand.keep_residual, CodedOperand.add_owed
+
+
+def patched(name: str, change: Callable[[CodedOperand], None]) -> Plant:
+    return lambda monkeypatch: monkeypatch.setattr(CodedOperand, name, change)
+
+
+def scaled(factor: float) -> Callable[[CodedOperand], None]:
+    def change(operand: CodedOperand) -> None:
+        keep(operand)
+        for each in operand.kept.values():
+            each.mul_(factor)
+
+    return change
+
+
+def of_another(operand: CodedOperand) -> None:
+    keep(operand)
+    first, *others = operand.kept.values()
+    if others and others[0].shape == first.shape:
+        first.copy_(others[0])
+    else:
+        first.view(-1).copy_(first.view(-1).roll(1))
+
+
+def only_on_rank_0(operand: CodedOperand) -> None:
+    if operand.index == 0:
+        keep(operand)
+
+
+def twice(operand: CodedOperand) -> None:
+    add(operand)
+    add(operand)
+
+
+def mean_for_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Int8Compression.decode_into
+    monkeypatch.setattr(
+        Int8Compression,
+        "decode_into",
+        lambda self, codes, values, *, add: (decode(self, codes, values, add=add), values.mul_(0.5)),
+    )
+
+
+def lost_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = BlockCodec._encode
+
+    def faulty(self: BlockCodec, values: torch.Tensor, codes: torch.Tensor, key: int) -> None:
+        encode(self, values, codes, key)
+        values.zero_()
+
+    monkeypatch.setattr(BlockCodec, "_encode", faulty)
+
+
+def another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residuals.CodedSums, "_key", lambda self, action, index: id(action) % 97 + index)
+
+
+FAULTS: dict[str, Plant] = {
+    "residual dropped": patched("keep_residual", scaled(0.0)),
+    "residual doubled": patched("keep_residual", scaled(2.0)),
+    "residual of the wrong sign": patched("keep_residual", scaled(-1.0)),
+    "residual of another element": patched("keep_residual", of_another),
+    "residual of one rank only": patched("keep_residual", only_on_rank_0),
+    "residual added twice": patched("add_owed", twice),
+    "residual never added": patched("add_owed", lambda operand: None),
+    "mean for sum": mean_for_sum,
+    "nothing is owed": lost_of_the_sum,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("arrangement", ["ddp", "zero 2"])
+def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pytest.MonkeyPatch):
+    FAULTS[fault](monkeypatch)
+    verdict = verdict_of(case_of(ANALYZED, coded_plan(Int8Compression(), arrangement)), steps=3)
+    assert not verdict.passed, fault
+
+
+def test_random_numbers_that_a_step_does_not_determine_are_found(monkeypatch: pytest.MonkeyPatch):
+    another_key(monkeypatch)
+    plan = coded_plan(Int8Compression(rounding="stochastic"))
+    assert verdict_of(case_of(ANALYZED, plan), steps=2).passed, "the same in both runs of one process"
+
+
+def test_a_plan_without_codes_trains_no_second_time():
+    assert verdict_of(case_of(ANALYZED, coded_plan(Int8Compression(exact_steps=9))), steps=2).passed

@@ -1,0 +1,78 @@
+"""Which gradients are summed as codes, what is refused, and what a plan says about them."""
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import LossGuard
+from meshwright.verifier.messages import planned_messages
+from tests.parallel.compression.coded_plans import ANALYZED, DDP3, check_plan, coded_plan
+from tests.tiny_model import tiny_job
+
+
+def coded_params(plan: mw.Plan) -> set[str]:
+    return {
+        name for a in plan.for_rank(0).actions for name in a.tensors if a.transfer and a.transfer.carried_by
+    }
+
+
+def test_parameters_are_chosen_by_pattern_and_size():
+    names = {param.name for param in ANALYZED.model_spec.trainable}
+    assert coded_params(coded_plan(Int8Compression())) == names
+    assert coded_params(coded_plan(Int8Compression(params=("layers.*",)))) == {
+        name for name in names if name.startswith("layers.")
+    }
+    large = coded_params(coded_plan(Int8Compression(min_numel=30)))
+    assert large == {param.name for param in ANALYZED.model_spec.trainable if param.numel >= 30}
+
+
+def test_the_first_steps_are_exact():
+    plan = coded_plan(Int8Compression(exact_steps=2)).for_rank(0)
+    dtypes = [
+        {each.dtype for each in planned_messages(plan, step=step) if each.action.startswith("REDUCE")}
+        for step in range(3)
+    ]
+    assert dtypes == [{"float64"}, {"float64"}, {"uint8"}]
+    check_plan(Int8Compression(exact_steps=1), "zero 2")
+
+
+@pytest.mark.parametrize(
+    ("codec", "told"),
+    [
+        (Int8Compression(params=("laiers.*",)), "'laiers.*' matches no parameter"),
+        (Int8Compression(axis="dp_shard"), "no gradient is summed along dp_shard"),
+        (Int8Compression(min_numel=10**6), "no gradient that is summed along dp_replicate is chosen"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused_with_a_repair(codec: Int8Compression, told: str):
+    strategies, mesh = DDP3
+    with pytest.raises(PlanError) as refused:
+        mw.make_plan(ANALYZED, tiny_job(), mesh, (*strategies, codec))
+    assert told in str(refused.value)
+    assert all(each.fix for each in refused.value.diagnostics)
+
+
+def test_sums_on_one_rank_are_refused():
+    strategies = mw.BatchSplit(), mw.DataParallelMaster(), Int8Compression()
+    with pytest.raises(PlanError, match='use the strategy "ddp"'):
+        mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(dp_replicate=3), strategies)
+
+
+def test_one_rank_has_nothing_to_code():
+    plan = mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(), (mw.DDP(), mw.BatchSplit(), Int8Compression()))
+    assert coded_params(plan) == set()
+
+
+def test_residuals_are_in_the_plan_and_twice_where_a_step_may_be_left_out():
+    numel = sum(param.numel for param in ANALYZED.model_spec.trainable)
+    plan = coded_plan(Int8Compression()).for_rank(0)
+    (specs,) = plan.states.values()
+    assert {spec.param for spec in specs} == {param.name for param in ANALYZED.model_spec.trainable}
+    pending = [a for each in plan.actions for a in each.allocations if a.name.startswith("new residuals")]
+    assert pending == []
+    guarded = coded_plan(Int8Compression(), guard=LossGuard("skip")).for_rank(0)
+    pending = [a for each in guarded.actions for a in each.allocations if a.name.startswith("new residuals")]
+    assert sum(each.nbytes for each in pending) == 8 * numel
+    assert torch.float64.itemsize == 8
