@@ -114,6 +114,14 @@ def test_a_folder_that_cannot_be_used_is_refused(folder: str, code: int, tmp_pat
     assert (diagnostic.fix, diagnostic.location) == (rank_file.FIXES[code], "strategies.disk_offload.folder")
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EDQUOT])
+def test_a_disk_that_takes_no_file_is_refused_with_its_repair(code: int, tmp_path: Path):
+    refusal = patch.object(rank_file, "TemporaryFile", side_effect=OSError(code, os.strerror(code)))
+    with refusal, pytest.raises(PlanError, match=errno.errorcode[code]) as refused:
+        RankFile(str(tmp_path), NBYTES)
+    assert refused.value.diagnostics[0].fix == rank_file.FIXES[code]
+
+
 def test_a_full_disk_is_found_when_the_file_is_made(tmp_path: Path):
     with pytest.raises(PlanError, match=r"cannot be made in .*\((ENOSPC|EFBIG)\)"):
         RankFile(str(tmp_path), 1 << 60)
