@@ -6,6 +6,7 @@ planted_offload_faults   faults that the comparison or the static checks must fi
 offload_bytes            copies and memory of both tiers, against the formulas
 offload_vs_peers         step time against DeepSpeed and FSDP2
 bounded_host             optimizer states on disk, within the memory that the plan says
-memory_budget            choices for a number of bytes, beside trying everything, greedy, and torch
+memory_budget            choices for a number of bytes, beside trying everything
+memory_budget_speed      their steps, beside those of greedy and of torch's memory budget
 random_chains            random chains of block calls, and every choice for them
 """

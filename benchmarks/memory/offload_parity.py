@@ -17,10 +17,11 @@ The figure is the number of plans with equal bits and parity. Plans that are ref
 """
 
 import sys
+import traceback
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count, islice
@@ -147,7 +148,10 @@ def compare(drawn: Draw) -> Row:
     row = {**try_plan(drawn), "mode": mode_of(offload_of(drawn))}
     if row["outcome"] != "matched":
         return row
-    other = other_bits(drawn)
+    try:
+        other = other_bits(drawn)
+    except Exception:  # stored as a row: one plan must not end the run
+        return {**row, "outcome": "crashed", "message": traceback.format_exc()}
     return {**row, "outcome": "other bits" if other else "matched", "other_bits": other[:10]}
 
 
@@ -191,7 +195,8 @@ def main() -> None:
     known, chosen = store.read(), accepted_draws(NUM_PLANS)
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         left = [each for each in chosen if str(each) not in known]
-        for row in pool.map(compare, left):
+        for ended in as_completed([pool.submit(compare, each) for each in left]):
+            row = ended.result()
             store.add(row)
             known[str(row["case"])] = row
             print(row["outcome"], row["case"], row.get("message", ""), file=sys.stderr, flush=True)

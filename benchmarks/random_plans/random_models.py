@@ -169,7 +169,13 @@ def _batch_norms() -> RandomModel:
 
 
 def _mixture(name: str, family_name: str, **experts: int) -> RandomModel:
-    fields = {**LAYERS, "max_position_embeddings": 32, "use_cache": False, "num_experts_per_tok": 2}
+    fields: dict[str, Any] = {
+        **LAYERS,
+        "max_position_embeddings": 32,
+        "use_cache": False,
+        "num_experts_per_tok": 2,
+    }
+    fields["experts_implementation"] = "eager"  # grouped products take no odd sizes in bfloat16
     family = Family(name, family_name, "ForCausalLM", GROUPED_QUERY_SIZES, {**fields, **experts})
     make = partial(model_of, family)
     return RandomModel(name, make, partial(_text, 9, 0), (9,), 6, 6, num_heads=6, is_drawn=False)

@@ -51,13 +51,15 @@ Process = forked_command.Forked | subprocess.Popen[bytes]
 class Kind:
     """A job of the matrix: its options, the rank counts of its attempts, and the exactness of resuming.
 
-    `tolerance` is relative to the largest element of a tensor; None: bit for bit.
+    `tolerance` is relative to the largest element of a tensor; None: bit for bit. Attempts take `plans`, more
+    options, in turn, from the first on.
     """
 
     name: str
     options: tuple[str, ...]
     ranks: tuple[int, ...]
     tolerance: float | None = None
+    plans: tuple[tuple[str, ...], ...] = ((),)
 
 
 @dataclass
@@ -119,13 +121,13 @@ class Trial:
         return self.row
 
     def _attempt(self, *, hit: bool) -> None:
-        ranks = self._rng.choice(self.kind.ranks)
-        previous = self._newest()
+        ranks, previous = self._rng.choice(self.kind.ranks), self._newest()
+        plan = self.kind.plans[len(self.row.attempts) % len(self.kind.plans)]
         attempt = Attempt(ranks)
         self.row.attempts.append(attempt)
         output = self.folder / f"output-{len(self.row.attempts)}.txt"
         with output.open("wb") as file:
-            argv = train_argv(self.config, self.run, self.kind, ranks)
+            argv = [*train_argv(self.config, self.run, self.kind, ranks), *plan]
             process = start(argv, file, self.folder, cold=self.row.cold)
         if hit:
             attempt.victim = _weighted_choice(self._rng, VICTIMS)

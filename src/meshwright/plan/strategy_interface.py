@@ -155,9 +155,10 @@ class Strategy(ABC):
         return ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the strategy as a table of a plan file."""
-        mode = {"mode": self.mode} if self.mode else {}
-        return {"name": self.name, **mode, **{item.name: getattr(self, item.name) for item in fields(self)}}
+        """Returns the strategy as a table of a plan file; without fields that are None: TOML has no null."""
+        table = {"name": self.name, **({"mode": self.mode} if self.mode else {})}
+        table |= {item.name: getattr(self, item.name) for item in fields(self)}
+        return {key: value for key, value in table.items() if value is not None}
 
     def __str__(self) -> str:
         empty_by_default = {item.name for item in fields(self) if not item.default}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.engine.params import rank_file
-from meshwright.engine.params.rank_file import RankFile, page_aligned
+from meshwright.engine.params.rank_file import RankFile, load_pages, page_aligned
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES as BLOCK
 from meshwright.plan.job.errors import PlanError
 
@@ -114,6 +114,14 @@ def test_a_folder_that_cannot_be_used_is_refused(folder: str, code: int, tmp_pat
     assert (diagnostic.fix, diagnostic.location) == (rank_file.FIXES[code], "strategies.disk_offload.folder")
 
 
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EDQUOT])
+def test_a_disk_that_takes_no_file_is_refused_with_its_repair(code: int, tmp_path: Path):
+    refusal = patch.object(rank_file, "TemporaryFile", side_effect=OSError(code, os.strerror(code)))
+    with refusal, pytest.raises(PlanError, match=errno.errorcode[code]) as refused:
+        RankFile(str(tmp_path), NBYTES)
+    assert refused.value.diagnostics[0].fix == rank_file.FIXES[code]
+
+
 def test_a_full_disk_is_found_when_the_file_is_made(tmp_path: Path):
     with pytest.raises(PlanError, match=r"cannot be made in .*\((ENOSPC|EFBIG)\)"):
         RankFile(str(tmp_path), 1 << 60)
@@ -123,3 +131,25 @@ def test_a_full_disk_is_found_when_the_file_is_made(tmp_path: Path):
 def test_other_systems_are_refused(tmp_path: Path):
     with patch.object(rank_file.sys, "platform", "darwin"), pytest.raises(PlanError, match="on darwin"):
         RankFile(str(tmp_path), NBYTES)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_pages_that_the_disk_has_lost_are_an_error_and_no_signal(writes: bool, tmp_path: Path):
+    with opened(tmp_path) as file:
+        load_pages(file.tensor, writes=writes)
+        os.ftruncate(file._descriptor, 8 * BLOCK)  # touching what lies behind raises SIGBUS
+        load_pages(file.tensor[: 8 * BLOCK], writes=writes)
+        load_pages(file.tensor[8 * BLOCK : 8 * BLOCK], writes=writes)
+        for lost in (file.tensor[8 * BLOCK :], file.tensor[8 * BLOCK - 1 :: BLOCK]):
+            with pytest.raises(PlanError, match=r"that rest on disk cannot be (read|written)") as refused:
+                load_pages(lost, writes=writes)
+            (diagnostic,) = refused.value.diagnostics
+            assert "(EIO)" in diagnostic.problem
+            assert diagnostic.fix == rank_file.FIXES[errno.EIO]
+
+
+def test_memory_of_other_tensors_and_older_systems_pass():
+    load_pages(torch.arange(9).view(3, 3).t())
+    load_pages(torch.empty(0))
+    with patch.object(rank_file, "MADV_POPULATE_READ", 1 << 20):  # EINVAL, as before Linux 5.14
+        load_pages(torch.ones(3))

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.random_plans.random_models import analyzed_model
 from meshwright.api import analyze, make_plan
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.budgeted_chain import BudgetedChain, apply_choice, budgeted_chain
 from meshwright.parallel.memory.memory_budget import MemoryBudget
@@ -114,6 +116,16 @@ def test_ranks_with_other_slices_see_the_same_chain():
     assert chains[0].loss_nbytes == chains[1].loss_nbytes
     peaks = [chain.peak_nbytes(None) for chain in chains]
     assert peaks[0] == peaks[1] > 0
+
+
+def test_ranks_that_differ_in_a_second_length_alone_see_the_same_chain():
+    """T5 over 3 ranks: 12 tokens of the encoder are 4 for each, and 8 of the decoder 2, 3 and 3."""
+    plan = make_plan(
+        analyzed_model("t5, even"), tiny_job(4), Mesh(cp=3), (Ulysses(), DDP("cp"), LEAVES_ALL), 4
+    )
+    chains = [chain_of(plan, rank) for rank in range(3)]
+    assert chains[0].blocks == chains[1].blocks == chains[2].blocks
+    assert len({chain.peak_nbytes(None) for chain in chains}) == 1
 
 
 def test_seconds_are_operations_and_bytes_read_and_written():

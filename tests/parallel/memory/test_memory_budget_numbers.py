@@ -50,9 +50,16 @@ def llama_plan(case: str, *more: Strategy, optimizer: str = "sgd") -> Plan:
     return make_plan(analyzed_llama(num_hidden_layers=6), job, mesh, (*strategies, *more), 2)
 
 
-def trained(plan: Plan, steps: int = 2) -> list[dict[str, bytes]]:
+def trained(plan: Plan, steps: int = 2, *, keeps_outputs: bool = False) -> list[dict[str, bytes]]:
+    """Returns the bits of each rank; with `keeps_outputs`, rank 0 keeps what blocks return."""
+    kept = list[object]()
+
     def body(world: World) -> dict[str, bytes]:
         executor = executor_of(analyzed_llama(num_hidden_layers=6), plan, world)
+        for block in (
+            executor.state.trained_module.blocks.values() if keeps_outputs and not world.rank else ()
+        ):
+            block.register_forward_hook(lambda *call: kept.append(call[-1]))
         rows = torch.tensor(plan.samples_read(world.rank))
         for batch in batches(steps, samples=12):
             executor.step({key: value[rows] for key, value in batch.items()})
@@ -71,6 +78,12 @@ def test_a_llama_ends_with_the_same_bits(case: str, optimizer: str):
     names = {action.kind for role in plan.program.roles for action in role.actions}
     assert names >= {"RECOMPUTE", "RECOMPUTE_OUTPUT", "F_INPUT_DROPPED"}
     assert trained(plan) == trained(plain)
+
+
+def test_a_rank_that_still_holds_a_dropped_output_calls_the_collectives_of_the_others():
+    assert trained(llama_plan("ring of 3", MemoryBudget()), keeps_outputs=True) == trained(
+        llama_plan("ring of 3")
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

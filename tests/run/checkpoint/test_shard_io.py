@@ -6,6 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.comm.collectives.group import World
+from meshwright.engine.optim.sharded_state_dict import TensorShard
+from meshwright.engine.params.rank_file import RankFile
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.checkpoint.directories import list_step_folders
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
 from meshwright.run.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -44,6 +49,34 @@ def test_a_tensor_of_many_chunks_survives_short_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(1, len(data) // 2)]))
     tensors = {"model/w": torch.arange(3_000_001, dtype=torch.float32)}
     assert_holds(save_tensors(tmp_path, 1, tensors, {}, alone(), 1), tensors)
+
+
+def test_states_on_a_disk_that_fails_end_the_save_with_an_error_on_every_rank(tmp_path):
+    earlier = save_tensors(tmp_path, 1, {"model/w": torch.ones(3)}, {}, alone(), 2)
+
+    def save(world: World) -> str:
+        file = RankFile(str(tmp_path), 1 << 20)
+        if world.rank == 1:
+            os.ftruncate(file._descriptor, 0)  # reading its memory now raises SIGBUS
+        share = TensorShard(file.tensor, world.rank << 20, (3 << 20,))
+        with pytest.raises(CheckpointError) as refused:
+            save_tensors(tmp_path, 2, {"optimizer/m/w": share}, {}, world.group(("dp_shard",)), 2)
+        file.close()
+        return str(refused.value)
+
+    found = run_on_threads(save, THREE)
+    assert all("step 2 was not saved: writing failed on rank 1" in text for text in found)
+    assert "that rest on disk cannot be read: Input/output error (EIO)" in found[1]
+    assert "look at the disk (dmesg)" in found[1]
+    assert [path for _, path in list_step_folders(tmp_path)] == [earlier]
+
+
+def test_a_strided_view_of_a_disk_that_fails_is_an_error(tmp_path):
+    file = RankFile(str(tmp_path), 1 << 20)
+    os.ftruncate(file._descriptor, 0)
+    with pytest.raises(PlanError, match="cannot be read"):
+        write_shard(tmp_path / "a", {"w": file.tensor.view(1024, 1024).t()})
+    file.close()
 
 
 def test_rows_are_read_from_the_files_that_hold_them(tmp_path):

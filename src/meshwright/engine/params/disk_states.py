@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.engine.params.offloaded_states import RestingTensor
-from meshwright.engine.params.rank_file import RankFile, page_aligned
+from meshwright.engine.params.rank_file import RankFile, load_pages, page_aligned
 from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
@@ -206,6 +206,7 @@ class DiskStates:
             record.states.clear()
             record.add_states(loaded)
             for each in loaded:
+                load_pages(record.resting[each.key], writes=True)
                 record.resting[each.key].copy_(each.tensor)
                 each.assign(record.resting[each.key], is_fetched=False)
         self._is_cached = True

@@ -13,8 +13,12 @@ Reads and writes pass by the page cache (O_DIRECT), which would take memory from
 file system cannot do that, a warning says so, and pages leave the cache after each. The file is also mapped
 into memory, as `tensor`, for what is read and written rarely: initial values and checkpoints. The system
 keeps mapped pages and direct transfers consistent, if nobody writes a mapped page while a write is under way.
+
+A mapped page that cannot be read ends the process with SIGBUS, without a message. Where a checkpoint is saved
+or loaded, `load_pages` asks the system for the pages first, which makes it an error (Linux 5.14 and newer).
 """
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -46,6 +50,7 @@ FIXES = {
     errno.EDQUOT: "raise the quota of this user, name another folder, or shard over more ranks (zero)",
     errno.EIO: "look at the disk (dmesg), name a folder on another one, and resume from the last checkpoint",
 }
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # linux/mman.h; Python has no names for them
 OTHER_FIX = "name a folder on another disk, and resume from the last checkpoint"
 
 
@@ -148,6 +153,27 @@ class RankFile:
 def page_aligned(nbytes: int) -> torch.Tensor:
     """Returns `nbytes` of memory that begins at a page, as direct reads and writes need it; zeros."""
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+
+
+def load_pages(tensor: torch.Tensor, *, writes: bool = False) -> None:
+    """Brings the memory of `tensor`, which may be mapped from a file, into memory; to be written if `writes`.
+
+    Raises PlanError where the file cannot be read. Does nothing on systems that cannot be asked for that.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.numel():
+        return
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = tensor.data_ptr() + extent * tensor.element_size() - begin
+    advice = MADV_POPULATE_WRITE if writes else MADV_POPULATE_READ
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    if not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice)):
+        return
+    if ctypes.get_errno() == errno.EFAULT:  # reading it would raise SIGBUS; other errors: it cannot tell
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        text = f"{format_nbytes(nbytes)} that rest on disk cannot be {'written' if writes else 'read'}"
+        text = f"{text}: {error.strerror} (EIO)"
+        raise PlanError(text, fix=FIXES[errno.EIO], location=LOCATION) from error
 
 
 def _pass_by_page_cache(descriptor: int) -> bool:

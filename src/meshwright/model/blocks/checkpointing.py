@@ -285,13 +285,9 @@ class CheckpointedCall:
         return list(zip(found, leaves, strict=True))
 
     def recompute_outputs(self, alias: MakeAlias) -> None:
-        """Runs the block again for the outputs that were dropped, without a graph, if nothing else holds
-        them. Raises as `recompute`.
-        """
-        leaves = [leaf.find() if isinstance(leaf, DroppedLeaf) else leaf for leaf in self.output_leaves]
-        found = [leaf for leaf in leaves if leaf is not None]
-        if len(found) == len(leaves):
-            self.output_leaves = list(found)
+        """Runs the block again for the outputs that were dropped, without a graph. Raises as `recompute`."""
+        # also where something still holds them: that may differ by rank, and the block may call collectives
+        if not any(isinstance(leaf, DroppedLeaf) for leaf in self.output_leaves):
             return
         with _drop_saved_tensors(self.block_call):
             outputs = self._run_again(alias, again=True)

@@ -126,8 +126,20 @@ def largest_rank_view(view: RankView) -> RankView:
         **view.coordinate,
         **dict.fromkeys(view.plan.param_slice_axes, 0),
     }  # units are dealt out larger first
-    if view.plan.sequence_sharding is not None and view.model_spec.sequence_info is not None:
-        counts = view.plan.sequence_sharding.num_tokens_by_rank(view.model_spec.sequence_info.length)
+    counts = num_tokens_by_rank(view)
+    if counts:
         peers = view.plan.mesh.peers(view.plan.mesh.rank(location), view.plan.token_axes)
-        location = view.plan.mesh.coordinate(peers[counts.index(max(counts))])
+        totals = [sum(each) for each in counts]
+        location = view.plan.mesh.coordinate(peers[totals.index(max(totals))])
     return RankView(view.plan, location)
+
+
+def num_tokens_by_rank(view: RankView) -> list[tuple[int, ...]]:
+    """Returns for each rank along the token axes the tokens of a sample, one number for each of its lengths;
+    nothing where all have whole samples.
+    """
+    sharding, info = view.plan.sequence_sharding, view.model_spec.sequence_info
+    if sharding is None or info is None:
+        return []
+    lengths = dict.fromkeys((info.length, *(length for _, length in info.other_lengths)))
+    return list(zip(*map(sharding.num_tokens_by_rank, lengths), strict=True))

@@ -17,7 +17,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
-from meshwright.parallel.memory.activation_checkpointing import largest_rank_view, with_kept_inputs
+from meshwright.parallel.memory.activation_checkpointing import (
+    largest_rank_view,
+    num_tokens_by_rank,
+    with_kept_inputs,
+)
 from meshwright.parallel.memory.gist import encode_memory, freed_and_added_nbytes, local_relu_activations
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
@@ -195,10 +199,8 @@ def _is_even(largest: RankView, job: Job, num_samples: int) -> bool:
         **{axis: sizes.size(axis) - 1 for axis in largest.plan.param_slice_axes},
     }
     smallest = RankView(largest.plan, location)
-    if largest.plan.sequence_sharding is not None and largest.model_spec.sequence_info is not None:
-        counts = largest.plan.sequence_sharding.num_tokens_by_rank(largest.model_spec.sequence_info.length)
-        if len(set(counts)) > 1:
-            return False
+    if len(set(num_tokens_by_rank(largest))) > 1:
+        return False
     numels = [[each.param.numel for each in view.param_shardings] for view in (largest, smallest)]
     memory = [activation_memory(view, job, num_samples) for view in (largest, smallest)]
     return numels[0] == numels[1] and memory[0] == memory[1]

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from meshwright.engine.params.rank_file import load_pages
 from meshwright.model.tensors.lazy_mapping import Region, narrow_to
 from meshwright.run.checkpoint.manifest import (
     DAMAGED_FIX,
@@ -58,7 +59,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
     """Writes `tensors` to the new file `path`, durably on disk on return; returns its size and sha256.
 
-    Raises OSError when the file exists, the disk is full, or the folder is missing.
+    Raises OSError when the file exists, the disk is full, or the folder is missing; PlanError when a tensor
+    rests on a disk that fails.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, dict[str, str] | dict[str, str | list[int]]] = {"__metadata__": {"format": "pt"}}
@@ -93,12 +95,16 @@ def write_all_bytes(descriptor: int, data: memoryview) -> int:
 
 def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
     if isinstance(data, torch.Tensor):
-        flat = data.detach().to("cpu").contiguous().reshape(-1)
-        view = flat.view(torch.uint8).numpy().data
+        if not data.is_contiguous():  # it is read as a whole, to be copied
+            load_pages(data)
+        flat = data.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        for chunk in flat.split(CHUNK_NBYTES):
+            load_pages(chunk)
+            yield chunk.numpy().data
     else:
         view = memoryview(data)
-    for start in range(0, len(view), CHUNK_NBYTES):
-        yield view[start : start + CHUNK_NBYTES]
+        for start in range(0, len(view), CHUNK_NBYTES):
+            yield view[start : start + CHUNK_NBYTES]
 
 
 def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 
 from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
+from meshwright.engine.params.rank_file import load_pages
 from meshwright.model.tensors.lazy_mapping import box_window
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.sharding.shard_boxes import ShardBox, shard_boxes
@@ -90,9 +91,8 @@ class WritePlan:
         for stretch in self.shard_ranges[index]:
             share = tensors[stretch.name]
             if isinstance(share, TensorShard):
-                found |= {
-                    key: box_window(share.values, box).contiguous() for key, box in _stored_boxes(stretch)
-                }
+                boxes = _stored_boxes(stretch)
+                found |= {key: _contiguous(box_window(share.values, box)) for key, box in boxes}
         return found
 
     def entries(self, files: Sequence[str]) -> dict[str, TensorEntry]:
@@ -135,6 +135,12 @@ def list_shards(tensors: Mapping[str, SavedTensor]) -> bytes:
         if isinstance(share, TensorShard)
     ]
     return json.dumps(rows, separators=(",", ":")).encode() if rows else b""
+
+
+def _contiguous(window: torch.Tensor) -> torch.Tensor:
+    if not window.is_contiguous():  # then it is read here
+        load_pages(window)
+    return window.contiguous()
 
 
 def _stored_boxes(shard_range: ShardRange) -> Iterator[tuple[str, ShardBox]]:

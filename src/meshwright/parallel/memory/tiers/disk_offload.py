@@ -35,10 +35,10 @@ anything starts.
 Cost: a step takes as long as the disk needs for both ways, if that is longer than what it overlaps with.
 Limits: Linux. A buffer holds a whole parameter group: an embedding may be the largest; zero divides it by the
 number of ranks. In the first step the states of one group more lie in host memory, where the optimizer makes
-them. Summed gradients and weights stay on the device. A disk that fails while a checkpoint is saved ends the
-process with SIGBUS, without a message. Refused are optimizers that read whole matrices (Muon, Adafactor) or
-step slices for other ranks, those that the caller makes, updates within a step (PipeDream) and
-data_parallel_master.
+them. Summed gradients and weights stay on the device. A disk that fails while a checkpoint is saved is an
+error as in a step; while initial values or full parameters are copied it ends the process with SIGBUS.
+Refused are optimizers that read whole matrices (Muon, Adafactor) or step slices for other ranks, those that
+the caller makes, updates within a step (PipeDream) and data_parallel_master.
 Paper: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv 2104.07857 (section 6.3: states on NVMe, buffers).
 """
 

@@ -1,0 +1,308 @@
+"""How fast the steps are that `memory_budget` chooses, beside greedy and torch's budget.
+
+greedy     blocks with most operations per byte are kept, as many as fit; CPU seconds of a step of the
+           budget over those of greedy, at most as many measured peak bytes (bar: 1)
+torch      torch.compile with `activation_memory_budget` (min-cut partitioner, kernels not fused, so that
+           both sides run the same ones); each side over its own step that keeps everything, at most as many
+           measured bytes between forward and backward (bar: the quotient of both is 1)
+
+What it chooses equals trying everything (`memory_budget`).
+
+python -m benchmarks.memory.memory_budget_speed             about twenty minutes
+python -m benchmarks.memory.memory_budget_speed --quick     few rounds; writes nothing
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.harness.interleaved_timing import Cost, Interval, Verdict, Window, interval, measure, overall
+from benchmarks.harness.peak_bytes import PeakLive
+from benchmarks.harness.result import Result
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.backends.threads import single_rank_world
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.memory_budget import MemoryBudget
+from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
+from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
+
+NAME = "memory_budget_speed"
+CLAIM = "memory_budget is no slower than greedy and torch's memory budget in as many measured bytes"
+WINDOW, QUICK = Window(15, 40, 300, warmup=1), Window(2, 3, 60, window_s=0.0, threshold=64.0, warmup=1)
+TOKENS, VOCABULARY, MIB = 128, 1_000, 2**20
+FRACTIONS = (0.3, 0.5, 0.7)  # of what is held when everything is kept
+COMPILER = "aot_eager_decomp_partition"
+Batch = Mapping[str, torch.Tensor]
+
+
+def _llama() -> nn.Module:
+    sizes = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 384}
+    config = transformers.LlamaConfig(**sizes, vocab_size=VOCABULARY, use_cache=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+def _resnet() -> nn.Module:
+    sizes = {"hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2], "num_labels": 10}
+    config = transformers.ResNetConfig.from_dict({**sizes, "layer_type": "basic", "embedding_size": 32})
+    return transformers.ResNetForImageClassification(config)
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCABULARY, (4, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def _images() -> dict[str, torch.Tensor]:
+    pixels = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.arange(8) % 10}
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
+    "Llama": (_llama, _tokens),
+    "ResNet-18": (_resnet, _images),
+}
+
+
+class Step:
+    """One configuration: a step of a plan; its loss notes the live bytes."""
+
+    def __init__(self, name: str, analyzed: AnalyzedModel, plan: Plan, batch: Batch) -> None:
+        self.name, self._batch, self._at_loss = name, dict(batch), 0
+        self._live: PeakLive | None = None
+        world = single_rank_world(torch.device("cpu"))
+        self._engine = parallelize(analyzed, plan, world=world, loss=self._noting_loss())
+
+    def step(self) -> Cost:
+        """Runs a step."""
+        return _timed(lambda: self._engine.step(self._batch))
+
+    def live_nbytes(self) -> tuple[int, int]:
+        """Returns the live bytes between forward and loss, and the peak, beyond those before the forward."""
+        gc.collect()
+        with PeakLive() as live:
+            self._engine.step(self._batch)  # makes everything known that stays
+            before, self._live = live.now, live
+            live.reset_peak()
+            self._engine.step(self._batch)
+            self._live = None
+        return self._at_loss - before, live.peak - before
+
+    def _noting_loss(self) -> Loss:
+        loss = token_cross_entropy()
+
+        def total(outputs: Any, batch: Batch) -> torch.Tensor:
+            if self._live is not None:
+                self._at_loss = self._live.now
+            return loss.total(outputs, batch)
+
+        return Loss(total, loss.count, loss.targets)
+
+
+class TorchStep:
+    """One configuration: a plain step of the model, compiled with torch's memory budget."""
+
+    def __init__(self, name: str, model: nn.Module, batch: Batch, budget: float) -> None:
+        self.name, self._model, self._batch = name, model, batch
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self._budget = budget
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            self._compiled = torch.compile(model, backend=COMPILER)
+            self._step()
+
+    def step(self) -> Cost:
+        """Runs a step."""
+        with torch._functorch.config.patch(activation_memory_budget=self._budget):
+            return _timed(self._step)
+
+    def held_nbytes(self) -> int:
+        """Returns the bytes that autograd holds between forward and backward, without weights and inputs."""
+        known = [*self._model.parameters(), *self._model.buffers(), *self._batch.values()]
+        ids = {each.untyped_storage()._cdata for each in known}
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in ids:
+                found[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with (
+            torch._functorch.config.patch(activation_memory_budget=self._budget),  # hooks compile once more
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            self._step()
+        return sum(found.values())
+
+    def _step(self) -> None:
+        self._compiled(**self._batch).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _timed(run: Callable[[], object]) -> Cost:
+    cpu, wall = time.process_time(), time.perf_counter()
+    run()
+    return Cost(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that was analyzed, its batch, and its plans on one device."""
+
+    analyzed: AnalyzedModel
+    batch: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, name: str) -> "Subject":
+        """Returns the model `name`."""
+        make, batch = MODELS[name][0], MODELS[name][1]()
+        torch.manual_seed(0)
+        return cls(analyze(make(), batch, loss=token_cross_entropy()), batch)
+
+    def plan(self, *strategies: Strategy) -> Plan:
+        """Returns the plan with `strategies`, with SGD."""
+        job = Job(
+            ModelConfig("model"),
+            DataConfig("example", sequence=TOKENS),
+            TrainConfig(batch=len(self.batch["labels"])),
+            OptimizerConfig("sgd", lr=0.01),
+        )
+        return make_plan(self.analyzed, job, Mesh(), strategies)
+
+    def step(self, name: str, *strategies: Strategy) -> Step:
+        """Returns a configuration."""
+        return Step(name, self.analyzed, self.plan(*strategies), self.batch)
+
+    def planned_nbytes(self, *strategies: Strategy) -> int:
+        """Returns the peak of the activations of a plan."""
+        return planned_memory(self.plan(*strategies).for_rank(0).actions, {})[1]["activations"]
+
+    def greedy(self, keep_nbytes: float) -> ActivationCheckpointing:
+        """Returns the checkpointing of all blocks but those with most operations per byte, as many as fit."""
+        spec, samples = self.analyzed.model_spec, len(self.batch["labels"])
+        calls = list(zip(spec.block_calls, spec.flops, spec.saved_numel, strict=True))[:-1]
+        recomputed = [call for call, _, saved in calls if saved]
+        for call, _, saved in sorted(calls, key=lambda each: -each[1] / max(1, each[2])):
+            if call in recomputed and 4 * saved * samples <= keep_nbytes:
+                keep_nbytes -= 4 * saved * samples
+                recomputed.remove(call)
+        return ActivationCheckpointing(blocks=tuple(recomputed) or ("*",))
+
+    def largest_budget(self, nbytes: int, which: int, tries: int) -> MemoryBudget:
+        """Returns the budget with at most `nbytes` measured: held (`which` 0), or at the peak (1)."""
+        low, high = self.planned_nbytes(MemoryBudget()), self.planned_nbytes()
+        best = MemoryBudget()
+        for _ in range(tries):
+            middle = (low + high) / 2
+            budget = MemoryBudget(budget_mb=1.05 * middle / MIB)
+            if self.step("tried", budget).live_nbytes()[which] <= nbytes:
+                best, low = budget, middle
+            else:
+                high = middle
+        return best
+
+
+def against_greedy(name: str, window: Window, tries: int) -> list[dict[str, Any]]:
+    """Returns a row for each share of the activations that greedy keeps."""
+    subject, rows = Subject.of(name), []
+    spec, samples = subject.analyzed.model_spec, len(subject.batch["labels"])
+    for fraction in FRACTIONS:
+        greedy = subject.greedy(fraction * 4 * samples * sum(spec.saved_numel))
+        sides = [subject.step("greedy", greedy)]
+        nbytes = sides[0].live_nbytes()[1]
+        budget = subject.largest_budget(nbytes, 1, tries)
+        sides += [subject.step("budget", budget), subject.step("twin", greedy)]
+        rounds = measure(sides, window)
+        ratio, noise = (interval(rounds.ratios(side, "greedy")) for side in ("budget", "twin"))
+        used = sides[1].live_nbytes()[1]
+        rows.append(_row(name, fraction, (nbytes, used), ratio, noise, len(rounds.clean)))
+    return rows
+
+
+def against_torch(name: str, window: Window, tries: int) -> list[dict[str, Any]]:
+    """Returns a row for each of torch's budgets, or its message if it does not compile."""
+    subject, rows = Subject.of(name), []
+    for fraction in FRACTIONS:
+        torch.manual_seed(0)
+        model = MODELS[name][0]()
+        try:
+            theirs = TorchStep("torch", model, subject.batch, fraction)
+            plain = TorchStep("torch keeps", MODELS[name][0](), subject.batch, 1.0)
+        except Exception as error:  # told with its message, whatever it is
+            return [{"model": name, "torch": f"{type(error).__name__}: {str(error)[:300]}", "holds": True}]
+        nbytes = theirs.held_nbytes()
+        ours = subject.step("budget", subject.largest_budget(nbytes, 0, tries))
+        sides = [subject.step("keeps", MemoryBudget(1e6)), ours, plain, theirs]
+        sides.append(subject.step("twin", MemoryBudget(1e6)))
+        rounds = measure(sides, window)
+        pairs = zip(rounds.ratios("budget", "keeps"), rounds.ratios("torch", "torch keeps"), strict=True)
+        ratio, noise = interval([one / other for one, other in pairs]), rounds.ratios("twin", "keeps")
+        used = ours.live_nbytes()[0]
+        rows.append(_row(name, fraction, (nbytes, used), ratio, interval(noise), len(rounds.clean)))
+    return rows
+
+
+def _row(
+    model: str, fraction: float, nbytes: tuple[int, int], ratio: Interval, noise: Interval, rounds: int
+) -> dict[str, Any]:
+    verdict: Verdict = ratio.high <= 1 + noise.half_width and nbytes[1] <= nbytes[0]
+    return {
+        "model": model,
+        "fraction": fraction,
+        "nbytes": nbytes[0],
+        "budget_nbytes": nbytes[1],
+        "ratio": vars(ratio),
+        "aa": vars(noise),
+        "rounds": rounds,
+        "holds": verdict,
+    }
+
+
+def main() -> None:
+    """Measure, and write the result."""
+    torch.set_num_threads(1)
+    quick = "--quick" in sys.argv[1:]
+    window, tries = (QUICK, 2) if quick else (WINDOW, 8)
+    detail: dict[str, list[dict[str, Any]]] = {"greedy": [], "torch": []}
+    for name in MODELS:
+        for peer, run in (("greedy", against_greedy), ("torch", against_torch)):
+            detail[peer] += run(name, window, tries)
+            print(peer, detail[peer][-len(FRACTIONS) :], file=sys.stderr)
+    if quick:
+        return
+    rows = [row for found in detail.values() for row in found if "ratio" in row]
+    worst = max(rows, key=lambda row: row["ratio"]["high"])
+    ratio = worst["ratio"]
+    print(
+        Result.of(
+            NAME,
+            CLAIM,
+            values=[row["ratio"]["median"] for row in rows],
+            median=ratio["median"],
+            spread=(ratio["low"], ratio["high"]),
+            bar=1.0,
+            holds=overall(row["holds"] for row in rows),
+            repeats=min(row["rounds"] for row in rows),
+            detail=detail,
+        ).write(NAME)
+    )
+
+
+if __name__ == "__main__":
+    main()
