@@ -81,11 +81,12 @@ def test_a_plan_follows_from_its_seed_and_number():
     )
 
 
-def test_every_technique_is_drawn_except_pipedream_which_is_not_exact():
+def test_every_technique_is_drawn_except_those_that_are_not_exact():
     found = {name for number in range(1500) for name in draw(3, number).techniques}
     assert found <= set(TECHNIQUES)
     kinds = {TECHNIQUES[name] for name in found}
-    strategies = {f"{name} {mode}".strip() for name, modes in STRATEGIES.items() for mode in modes}
+    exact = {name: modes for name, modes in STRATEGIES.items() if name != "compress"}  # compression_parity
+    strategies = {f"{name} {mode}".strip() for name, modes in exact.items() for mode in modes}
     assert kinds | found >= strategies - {"batch_split", "pipedream"}
 
 
