@@ -13,7 +13,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Program
+from meshwright.plan.step.program import Action, Program, Role, RuntimeSize, Transfer
 from meshwright.plan.step.program_json import program_from_dict, program_to_dict
 from tests.paper_model import SyntheticModel
 
@@ -39,3 +39,15 @@ def test_the_first_micro_batch_is_not_taken_for_none():
     )
     assert first["microbatch"] == 0
     assert "transfer" not in first
+
+
+@pytest.mark.parametrize("carried_from", [0, 3])
+@pytest.mark.parametrize("size", [None, RuntimeSize("rows", 4, 2, 9)])
+@pytest.mark.parametrize("peer", [None, 0, 2])
+def test_every_field_of_a_transfer_is_read_back(
+    peer: int | None, size: RuntimeSize | None, carried_from: int
+):
+    nbytes = 8 if size is None else size.expected
+    transfer = Transfer("send", ("pp",), nbytes, peer=peer, runtime_size=size, carried_from=carried_from)
+    made = Program((Role("pp1", range(1), (Action("SEND", stream="send", transfer=transfer),)),))
+    assert program_from_dict(json.loads(json.dumps(program_to_dict(made)))) == made

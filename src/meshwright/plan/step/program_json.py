@@ -73,9 +73,9 @@ def _transfer_to_list(transfer: Transfer) -> list[Any]:
         list(transfer.member_indices),
         [_transfer_to_list(carrier) for carrier in transfer.carried_by],
         _size_fields(transfer.runtime_size),
-        transfer.carried_from,
+        transfer.carried_from or None,  # a peer may be 0, so that only None is left out
     ]
-    while fields[-1] in (None, [], 0):
+    while fields[-1] in (None, []):
         fields.pop()
     return fields
 
@@ -94,7 +94,7 @@ def _transfer_from_list(
     member_indices: Sequence[int] = (),
     carried_by: Sequence[Any] = (),
     runtime_size: Sequence[Any] = (),
-    carried_from: int = 0,
+    carried_from: int | None = None,
 ) -> Transfer:
     return Transfer(
         collective,
@@ -105,7 +105,7 @@ def _transfer_from_list(
         peer=peer,
         member_indices=tuple(member_indices),
         carried_by=tuple(_transfer_from_list(*carrier) for carrier in carried_by),
-        carried_from=carried_from,
+        carried_from=carried_from or 0,
         runtime_size=RuntimeSize(*runtime_size) if runtime_size else None,
     )
 
