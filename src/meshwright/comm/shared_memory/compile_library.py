@@ -19,10 +19,8 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-SOURCE_FOLDER, SOURCE_FILES = (
-    Path(__file__).parent,
-    ("memory.c", "chunks.h", "sums.h", "codes.h", "counter.h"),
-)
+SOURCE_FOLDER = Path(__file__).parent
+SOURCE_FILES = ("memory.c", "chunks.h", "sums.h", "codes.h", "counter.h")
 COMPILERS = ("cc", "gcc", "clang")
 # without fused products: codes have the same bits on every processor, and as torch computes them
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")

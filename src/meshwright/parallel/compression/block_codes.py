@@ -28,10 +28,11 @@ feedback on both ends).
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from meshwright.comm.collectives.group import Rounds
+from meshwright.comm.collectives.group import PeerTensors, Rounds
 from meshwright.model.tensors.counter_rng import uniform
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.residuals import CodedOperand
@@ -86,7 +87,7 @@ class BlockCodec(GradientCompression):
         for rank, part in enumerate(slices):
             self._encode(part, codes[rank], operand.key + rank)
         arrived = torch.empty_like(codes)
-        yield _to_peers(codes, index), _from_peers(arrived, index)
+        yield _of_peers(codes, index), _of_peers(arrived, index)
         arrived[index] = codes[index]
         own = slices[index]
         total = torch.empty_like(own)
@@ -101,8 +102,7 @@ class BlockCodec(GradientCompression):
         self._encode(total, codes[index], operand.key + size)
         own.add_(total)
         operand.keep_residual()
-        mine = [(rank, codes[index]) for rank in range(size) if rank != index]
-        yield mine, _from_peers(arrived, index)
+        yield _of_peers(codes[index].expand_as(codes), index), _of_peers(arrived, index)
         arrived[index] = codes[index]
         for rank in range(size):
             out = operand.output[rank * numel : (rank + 1) * numel]
@@ -162,6 +162,24 @@ class BlockCodec(GradientCompression):
         return full * self.code_nbytes(CHUNK) + (self.code_nbytes(rest) if rest else 0)
 
 
+@dataclass(frozen=True)
+class RoundedCodec(BlockCodec):
+    """A codec of whole steps: `rounding` to the nearest one, or "stochastic": unbiased."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def draws_numbers(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @staticmethod
+    def rounded(steps: torch.Tensor, largest: int, draws: torch.Tensor | None) -> torch.Tensor:
+        """Returns `steps`, float [blocks, BLOCK], as whole numbers from -`largest` to `largest`, in place; 0
+        for what is no number.
+        """
+        whole = steps.round_() if draws is None else steps.add_(in_blocks(draws, BLOCK)).floor_()
+        return whole.nan_to_num_(0.0).clamp_(-largest, largest)
+
+
 def slice_numel(numel: int, num_ranks: int) -> int:
     """Returns the elements of the slice that one of `num_ranks` ranks adds up."""
     return -(-numel // num_ranks)
@@ -184,15 +202,18 @@ def join_scales(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return torch.cat((scales.view(-1).view(torch.uint8), codes))
 
 
+def split_bytes(codes: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bytes of the scales of `numel` elements, and the bytes behind them."""
+    begin = SCALE_NBYTES * num_blocks(numel)
+    return codes[:begin], codes[begin:]
+
+
 def split_scales(codes: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales of `numel` elements, float32 [blocks, 1], and the bytes behind them."""
-    nbytes = SCALE_NBYTES * num_blocks(numel)
+    scales, rest = split_bytes(codes, numel)
     # copied: where codes begin is no multiple of 4
-    return codes[:nbytes].clone().view(torch.float32).unsqueeze(1), codes[nbytes:]
+    return scales.clone().view(torch.float32).unsqueeze(1), rest
 
 
-def _to_peers(codes: torch.Tensor, index: int) -> list[tuple[int, torch.Tensor]]:
-    return [(rank, codes[rank]) for rank in range(len(codes)) if rank != index]
-
-
-_from_peers = _to_peers
+def _of_peers(rows: torch.Tensor, index: int) -> PeerTensors:
+    return [(rank, row) for rank, row in enumerate(rows) if rank != index]

@@ -98,14 +98,9 @@ class GradientCompression(Strategy):
         ranks for random numbers.
         """
 
+    @abstractmethod
     def scratch_nbytes(self, transfer: Transfer, numel: int, num_ranks: int) -> int:
         """Returns the bytes that a rank takes for the sum `transfer` beside its operand, while it lasts."""
-        gathered = {"all_gather": num_ranks}
-        return 2 * max(each.nbytes * gathered.get(each.collective, 1) for each in transfer.messages)
-
-    def can_compress(self, param_sharding: ParamSharding) -> bool:
-        """Returns whether the codec takes a parameter of this shape."""
-        return True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, names = f"strategies.{self.name}", [each.name for each in sharding.model_spec.params]
@@ -142,13 +137,13 @@ class GradientCompression(Strategy):
         dtype = residual_dtype(job)
         for each in view.param_shardings if self.error_feedback else ():
             if self._selects(each, view.plan):
-                layout = self.owed_layout(each.param.name, view.plan)
+                layout = self.owed_layout(each, view.plan)
                 yield StateSpec("residual", param=each.param.name, dtype=dtype, layout=layout)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         plan = runtime.state.plan
-        coded = frozenset(each.name for each in plan.actions if self.codes(each, plan.sharding))
-        sums = CodedSums(runtime, self, coded, self.exact_steps, may_skip=leaves_steps_out(plan.job))
+        coded = [each for each in plan.actions if self.codes(each, plan.sharding)]
+        sums = CodedSums(runtime, self, coded, may_skip=leaves_steps_out(plan.job))
         runtime.wrap("REDUCE", sums.wrap_reduce)
         runtime.wrap("STEP", sums.wrap_step)
         return {}
@@ -178,16 +173,14 @@ class GradientCompression(Strategy):
             and set(reductions) <= set(sharding.grad_sum_axes)
             and each.param.numel >= self.min_numel
             and (not self.params or any(fnmatchcase(each.param.name, pattern) for pattern in self.params))
-            and self.can_compress(each)
         )
 
-    def owed_layout(self, name: str, sharding: ShardingPlan) -> Layout:
-        """Returns the layout of what is owed to the parameter `name`.
+    def owed_layout(self, each: ParamSharding, sharding: ShardingPlan) -> Layout:
+        """Returns the layout of what is owed to a parameter.
 
         Each rank holds a summand along the axes over which its gradient is still partial, and a shard where
         it is summed as one.
         """
-        each = next(each for each in sharding.param_shardings if each.param.name == name)
         summed, sliced = set(each.grad_reductions()), each.flat_shard_axes
         if self._axis(sharding) in sliced or not sliced:
             return Layout().with_placement(in_mesh_order(summed), P)
@@ -196,11 +189,9 @@ class GradientCompression(Strategy):
 
     def _compress(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         sizes = {spec.param: local_state_nbytes(spec, view) for spec in self.states(view, job)}
-        edited, scratch, pending = (
-            list[Action](),
-            dict[str, str](),
-            dict[str, str](),
-        )  # to be freed, by wait, param
+        edited = list[Action]()
+        scratch = dict[str, str]()  # what is freed, by the sum that it is waited for
+        pending = dict[str, str]()  # likewise, by a parameter whose step decides
         for action in actions:
             if self.codes(action, view.plan) and action.transfer is not None:
                 coded = self._coded(action, action.transfer, view, job)

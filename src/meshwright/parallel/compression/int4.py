@@ -18,14 +18,14 @@ Paper: Xie et al. 2024, "LoCo: Low-Bit Communication Adaptor for Large-scale Mod
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from meshwright.parallel.compression.block_codes import (
     BLOCK,
     SCALE_NBYTES,
-    BlockCodec,
+    RoundedCodec,
     in_blocks,
     join_scales,
     num_blocks,
@@ -36,14 +36,10 @@ LARGEST_CODE, OFFSET = 7, 8
 
 
 @dataclass(frozen=True)
-class Int4Compression(BlockCodec):
+class Int4Compression(RoundedCodec):
     """Sums gradients as codes of four bits; `rounding` to the nearest one, or "stochastic": unbiased."""
 
     mode: ClassVar[str] = "int4"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def draws_numbers(self) -> bool:
-        return self.rounding == "stochastic"
 
     def code_nbytes(self, numel: int) -> int:
         return -(-numel // 2) + SCALE_NBYTES * num_blocks(numel)
@@ -51,9 +47,7 @@ class Int4Compression(BlockCodec):
     def encode(self, values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
         blocks = in_blocks(values, BLOCK)
         scales = (blocks.abs().amax(1, keepdim=True) / LARGEST_CODE).float()
-        steps = blocks / scales
-        steps = steps.round_() if draws is None else steps.add_(in_blocks(draws, BLOCK)).floor_()
-        steps = steps.nan_to_num_(0.0).clamp_(-LARGEST_CODE, LARGEST_CODE).add_(OFFSET)
+        steps = self.rounded(blocks / scales, LARGEST_CODE, draws).add_(OFFSET)
         pairs = steps.to(torch.uint8).view(-1, 2)
         packed = pairs[:, 0] | pairs[:, 1] << 4
         return join_scales(scales, packed[: -(-len(values) // 2)])

@@ -16,57 +16,52 @@ Deep Learning", arXiv 1511.04561.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
 from meshwright.comm.shared_memory import int8_codes
-from meshwright.parallel.compression.block_codes import BlockCodec, in_blocks
+from meshwright.parallel.compression.block_codes import (
+    BLOCK,
+    SCALE_NBYTES,
+    RoundedCodec,
+    in_blocks,
+    join_scales,
+    num_blocks,
+    split_bytes,
+    split_scales,
+)
 
-BLOCK, LARGEST_CODE, SCALE_NBYTES = 256, 127, 4
+LARGEST_CODE = 127
 
 
 @dataclass(frozen=True)
-class Int8Compression(BlockCodec):
+class Int8Compression(RoundedCodec):
     """Sums gradients as codes of one byte; `rounding` to the nearest one, or "stochastic": unbiased."""
 
     mode: ClassVar[str] = "int8"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    def draws_numbers(self) -> bool:
-        return self.rounding == "stochastic"
 
     def code_nbytes(self, numel: int) -> int:
-        return numel + SCALE_NBYTES * -(-numel // BLOCK)
+        return numel + SCALE_NBYTES * num_blocks(numel)
 
     def encode(self, values: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
         blocks = in_blocks(values, BLOCK)
         scales = (blocks.abs().amax(1, keepdim=True) / LARGEST_CODE).float()
-        steps = blocks * (1.0 / scales)
-        codes = steps.round_() if draws is None else steps.add_(in_blocks(draws, BLOCK)).floor_()
-        codes = codes.nan_to_num_(0.0).clamp_(-LARGEST_CODE, LARGEST_CODE).to(torch.int8)
-        return torch.cat((scales.view(-1).view(torch.uint8), codes.view(-1)[: len(values)].view(torch.uint8)))
+        codes = self.rounded(blocks * (1.0 / scales), LARGEST_CODE, draws).to(torch.int8)
+        return join_scales(scales, codes.view(-1)[: len(values)].view(torch.uint8))
 
     def encode_in_place(self, values: torch.Tensor, codes: torch.Tensor, draws: torch.Tensor | None) -> None:
         if draws is None and int8_codes.can_code(values):
-            int8_codes.encode(values, *self._parts(codes, len(values)))
+            int8_codes.encode(values, *split_bytes(codes, len(values)))
         else:
             super().encode_in_place(values, codes, draws)
 
     def decode_into(self, codes: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
         if int8_codes.can_code(values):
-            int8_codes.decode(*self._parts(codes, len(values)), values, add=add)
+            int8_codes.decode(*split_bytes(codes, len(values)), values, add=add)
         else:
             super().decode_into(codes, values, add=add)
 
-    @staticmethod
-    def _parts(codes: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the scales and the steps of the codes of `numel` elements, as bytes."""
-        begin = SCALE_NBYTES * -(-numel // BLOCK)
-        return codes[:begin], codes[begin:]
-
     def decode(self, codes: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        scales, steps = self._parts(codes, numel)
-        scales = scales.clone().view(torch.float32)  # at an address of its own
-        steps = in_blocks(steps.view(torch.int8), BLOCK)
-        return (steps.to(dtype) * scales.to(dtype).unsqueeze(1)).view(-1)[:numel]
+        scales, steps = split_scales(codes, numel)
+        return (in_blocks(steps.view(torch.int8), BLOCK).to(dtype) * scales.to(dtype)).view(-1)[:numel]

@@ -14,17 +14,18 @@ messages (`Group.exchange`).
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.model.tensors.counter_rng import derive_key
 from meshwright.plan.sharding.mesh import in_mesh_order
-from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import Layout
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, ObservedSum, Runtime
+
+if TYPE_CHECKING:
+    from meshwright.parallel.compression.gradient_compression import GradientCompression
 
 
 @dataclass
@@ -61,7 +62,8 @@ class CodedOperand:
         offset, end = self.values.storage_offset(), 0
         places = sorted((each.storage_offset() - offset, each.numel()) for each in self.by_param.values())
         for begin, numel in (*places, (len(self.values), 0)):
-            self.output[max(0, end - first) : max(0, begin - first)] = 0
+            if end < begin:
+                self.output[max(0, end - first) : max(0, begin - first)] = 0
             end = begin + numel
 
     def keep_residual(self) -> None:
@@ -72,35 +74,19 @@ class CodedOperand:
             self.lost = {name: each / self.scale for name, each in self.by_param.items()}
 
 
-class Codec(Protocol):
-    """What a strategy of this package brings: how a sum runs, and what it is."""
-
-    def sum_rounds(self, operand: CodedOperand) -> Rounds:
-        """Yields the messages of one sum."""
-
-    def defined_sum(
-        self, inputs: Sequence[torch.Tensor], keys: Sequence[int], *, is_scattered: bool
-    ) -> torch.Tensor:
-        """Returns the sum of the inputs of all ranks, as the technique defines it."""
-
-    def owed_layout(self, name: str, sharding: ShardingPlan) -> Layout:
-        """Returns the layout of what is owed to a parameter."""
-
-
 class CodedSums:
-    """The sums of the actions called `coded` on one rank, from step `first_step` on, in rounds of a codec."""
+    """The sums of the actions `coded` on one rank, in rounds of `codec`, behind its exact steps.
+
+    `may_skip`: a step may be left out for what its gradients are.
+    """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        codec: Codec,
-        coded: Iterable[str],
-        first_step: int,
-        *,
-        may_skip: bool,
+        self, runtime: Runtime, codec: "GradientCompression", coded: Iterable[Action], *, may_skip: bool
     ) -> None:
-        self._state, self._codec, self._coded = runtime.state, codec, frozenset(coded)
-        self._first_step, self._may_skip = first_step, may_skip
+        self._state, self._codec, self._may_skip = runtime.state, codec, may_skip
+        shardings = runtime.state.plan.view.param_shardings
+        self._param_shardings = {each.param.name: each for each in shardings}
+        self._places = {action.name: self._place(action) for action in coded}  # of this rank, by action
         prefix = "residual/"
         self._residuals = {
             key.removeprefix(prefix): each for key, each in runtime.tensors.items() if key.startswith(prefix)
@@ -113,7 +99,8 @@ class CodedSums:
 
         def reduce(action: Action) -> None:
             state, transfer = self._state, action.transfer
-            if action.name not in self._coded or state.step.number < self._first_step or transfer is None:
+            is_exact = state.step.number < self._codec.exact_steps
+            if transfer is None or is_exact or action.name not in self._places:
                 handler(action)
                 return
             group = state.world.group(transfer.axes, transfer.member_indices)
@@ -144,17 +131,20 @@ class CodedSums:
         values = operand.values.clone() if operand.is_observed else operand.values
         yield from self._codec.sum_rounds(operand)
         if self._state.observed_sums is not None:
-            self._state.observed_sums.append(
-                ObservedSum(
-                    group.axes,
-                    values / operand.scale,
-                    operand.output / operand.scale,
-                    operand.lost,
-                    {name: self._codec.owed_layout(name, self._state.plan.sharding) for name in operand.lost},
-                    bool(operand.kept),
-                    partial(self._defined_sum, action, group, operand),
-                )
+            sharding = self._state.plan.sharding
+            observed = ObservedSum(
+                group.axes,
+                values / operand.scale,
+                operand.output / operand.scale,
+                operand.lost,
+                {
+                    name: self._codec.owed_layout(self._param_shardings[name], sharding)
+                    for name in operand.lost
+                },
+                bool(operand.kept),
+                partial(self._defined_sum, action, group, operand),
             )
+            self._state.observed_sums.append(observed)
         operand.clear_padding()
 
     def _defined_sum(
@@ -165,12 +155,15 @@ class CodedSums:
 
     def _key(self, action: Action, index: int) -> int:
         """Returns the key of the rank at `index` of a group; equal for copies of it, which code the same."""
-        plan, first = self._state.plan, action.tensors[0]
-        sharding = next(each for each in plan.view.param_shardings if each.param.name == first)
+        seed, place = self._state.plan.job.train.seed, self._places[action.name]
+        return derive_key(seed, "codes", self._state.step.number, action.name, index, place)
+
+    def _place(self, action: Action) -> int:
+        """Returns the index of this rank among those that have other parts of what `action` sums."""
+        plan, sharding = self._state.plan, self._param_shardings[action.tensors[0]]
         summed = action.transfer.axes if action.transfer is not None else ()
         axes = in_mesh_order({*sharding.sliced_dims, *sharding.flat_shard_axes}.difference(summed))
-        place = plan.mesh.index(plan.mesh.coordinate(self._state.world.rank), axes) if axes else 0
-        return derive_key(plan.job.train.seed, "codes", self._state.step.number, action.name, index, place)
+        return plan.mesh.index(plan.mesh.coordinate(self._state.world.rank), axes) if axes else 0
 
     def _operand(self, action: Action, group: Group) -> CodedOperand:
         state, operand = self._state, self._state.operand(action)
