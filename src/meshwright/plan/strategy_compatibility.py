@@ -70,6 +70,13 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
         yield Diagnostic(f"{name} is listed twice", "remove one", "strategies")
+    by_name: dict[str, list[str]] = {}
+    for strategy in dict.fromkeys(each for each in strategies if each.phase == "comm"):
+        by_name.setdefault(strategy.name, []).append(str(strategy))
+    for name, options in by_name.items():
+        if len(options) > 1:
+            text = f"{name} is listed twice, with other options: {'; '.join(options)}"
+            yield Diagnostic(text, "keep one of them", "strategies")
     shards: dict[tuple[str, str], set[str]] = {}
     for strategy in (each for each in strategies if each.phase == "shard"):
         shards.setdefault((strategy.name, strategy.as_dict().get("axis", "")), set()).add(str(strategy))

@@ -60,6 +60,22 @@ def test_sums_on_one_rank_are_refused():
         mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(dp_replicate=3), strategies)
 
 
+def test_two_codecs_are_refused_on_one_axis_and_on_two():
+    split = mw.BatchSplit(), mw.BatchSplit("dp_shard"), mw.ZeRO(replicate_axis="dp_replicate")
+    for others in (("", ""), ("dp_replicate", "dp_shard")):
+        codecs = (
+            mw.Int8Compression(axis) if i else mw.SignCompression(axis) for i, axis in enumerate(others)
+        )
+        with pytest.raises(PlanError, match=r"compress is listed twice, with other options(?s:.*)keep one"):
+            mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(dp_replicate=2, dp_shard=2), (*split, *codecs))
+
+
+def test_a_codec_goes_with_offload():
+    strategies, mesh = DDP3
+    plan = mw.make_plan(ANALYZED, tiny_job(), mesh, (*strategies, mw.Offload(), Int8Compression()))
+    assert coded_params(plan) == {param.name for param in ANALYZED.model_spec.trainable}
+
+
 def test_one_rank_has_nothing_to_code():
     plan = mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(), (mw.DDP(), mw.BatchSplit(), Int8Compression()))
     assert coded_params(plan) == set()
