@@ -12,25 +12,20 @@ The figure is the number of plans that match. Plans that are refused are drawn a
     python -m benchmarks.compression.compression_parity --only 17    one plan, with what differs; no result
 """
 
-import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import count, islice
-from multiprocessing import get_context
 from random import Random
 
-from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.random_plans.combinations import Row
+from benchmarks.random_plans.compared_rows import compare_all, matched_errors, technique_counts
 from benchmarks.random_plans.compression_draws import with_compression
 from benchmarks.random_plans.random_draws import Draw, draw
-from benchmarks.random_plans.random_plans import plan_or_refusal, try_plan
+from benchmarks.random_plans.random_plans import accepted_draws, try_plan
 from meshwright.parallel.compression.gradient_compression import GradientCompression
-from meshwright.plan.hardware.device_specs import available_cores
-from meshwright.plan.plan import Plan
 from meshwright.verifier.parity import TOLERANCE
 
 NAME = "compression_parity"
@@ -60,27 +55,16 @@ def compare(drawn: Draw) -> Row:
     return {**try_plan(drawn), "codec": codec_of(drawn)}
 
 
-def accepted_draws(wanted: int) -> list[Draw]:
-    """Returns the first `wanted` draws that are not refused."""
-    return list(islice((each for each in draws() if isinstance(plan_or_refusal(each), Plan)), wanted))
-
-
 def result(rows: Sequence[Row]) -> Result:
     """Returns the result of these plans."""
-    errors = [
-        float(row.get("error", float("inf"))) if row["outcome"] == "matched" else float("inf") for row in rows
-    ]
     detail = {
         "seed": SEED,
         "codecs": dict(Counter(str(row["codec"]) for row in rows)),
         "matched": sum(row["outcome"] == "matched" for row in rows),
         "findings": [row for row in rows if row["outcome"] != "matched"],
-        "techniques": {
-            name: sum(name in row["techniques"] for row in rows)
-            for name in sorted({name for row in rows for name in row["techniques"]})
-        },
+        "techniques": technique_counts(rows),
     }
-    return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+    return Result.of_count(NAME, CLAIM, matched_errors(rows), limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
 
 
 def main() -> None:
@@ -92,15 +76,7 @@ def main() -> None:
         (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
         print(compare(drawn))
         return
-    store = CaseStore(NAME)
-    known, chosen = store.read(), accepted_draws(NUM_PLANS)
-    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
-        left = [each for each in chosen if str(each) not in known]
-        for row in pool.map(compare, left):
-            store.add(row)
-            known[str(row["case"])] = row
-            print(row["outcome"], row["case"], row.get("message", ""), file=sys.stderr, flush=True)
-    print(result([known[str(each)] for each in chosen]).write(NAME))
+    print(result(compare_all(NAME, accepted_draws(draws(), NUM_PLANS), compare)).write(NAME))
 
 
 if __name__ == "__main__":

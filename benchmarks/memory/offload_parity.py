@@ -16,24 +16,21 @@ The figure is the number of plans with equal bits and parity. Plans that are ref
     python -m benchmarks.memory.offload_parity --only 17    one plan, with what differs; no result
 """
 
-import sys
 import traceback
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count, islice
-from multiprocessing import get_context
 from random import Random
 
 import torch
 
-from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.memory.planted_offload_faults import FAULTS, is_found
 from benchmarks.random_plans.combinations import Row
+from benchmarks.random_plans.compared_rows import compare_all, matched_errors, technique_counts
 from benchmarks.random_plans.offload_draws import (
     with_activation_offload,
     with_partitioned_activations,
@@ -41,7 +38,7 @@ from benchmarks.random_plans.offload_draws import (
 )
 from benchmarks.random_plans.random_draws import Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
-from benchmarks.random_plans.random_plans import LIMIT_S, plan_or_refusal, try_plan
+from benchmarks.random_plans.random_plans import LIMIT_S, accepted_draws, try_plan
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import TensorShard
@@ -50,7 +47,6 @@ from meshwright.parallel.memory.partitioned_activations import PartitionedActiva
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
-from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import run_on_threads
@@ -155,17 +151,8 @@ def compare(drawn: Draw) -> Row:
     return {**row, "outcome": "other bits" if other else "matched", "other_bits": other[:10]}
 
 
-def accepted_draws(wanted: int) -> list[Draw]:
-    """Returns the first `wanted` draws that are not refused, neither in float64 nor in mixed precision."""
-    made = (each for each in draws() if isinstance(plan_or_refusal(each), Plan))
-    return list(islice(made, wanted))
-
-
 def result(rows: Sequence[Row], faults: dict[str, str]) -> Result:
     """Returns the result of these plans and of the planted faults, each with how it was found, or ""."""
-    errors = [
-        float(row.get("error", float("inf"))) if row["outcome"] == "matched" else float("inf") for row in rows
-    ]
     detail = {
         "seed": SEED,
         "modes": dict(Counter(str(row["mode"]) for row in rows)),
@@ -173,12 +160,9 @@ def result(rows: Sequence[Row], faults: dict[str, str]) -> Result:
         "findings": [row for row in rows if row["outcome"] != "matched"],
         "faults": faults,
         "faults_found": sum(map(bool, faults.values())),
-        "techniques": {
-            name: sum(name in row["techniques"] for row in rows)
-            for name in sorted({name for row in rows for name in row["techniques"]})
-        },
+        "techniques": technique_counts(rows),
     }
-    found = Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+    found = Result.of_count(NAME, CLAIM, matched_errors(rows), limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
     return replace(found, holds=bool(found.holds) and all(faults.values()))
 
 
@@ -191,17 +175,9 @@ def main() -> None:
         (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
         print(compare(drawn))
         return
-    store = CaseStore(NAME)
-    known, chosen = store.read(), accepted_draws(NUM_PLANS)
-    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
-        left = [each for each in chosen if str(each) not in known]
-        for ended in as_completed([pool.submit(compare, each) for each in left]):
-            row = ended.result()
-            store.add(row)
-            known[str(row["case"])] = row
-            print(row["outcome"], row["case"], row.get("message", ""), file=sys.stderr, flush=True)
+    rows = compare_all(NAME, accepted_draws(draws(), NUM_PLANS), compare)
     faults = {name: is_found(fault) for name, fault in FAULTS.items()}
-    print(result([known[str(each)] for each in chosen], faults).write(NAME))
+    print(result(rows, faults).write(NAME))
 
 
 if __name__ == "__main__":

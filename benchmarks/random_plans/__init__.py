@@ -1,6 +1,7 @@
 """Random plans, each compared with one device or refused.
 
 combinations   the allowed refusals, and how often each pair of techniques must match
+compared_rows  compares drawn plans on all cores and keeps the rows
 compression_draws  compresses gradients in a random plan
 expert_draws   distributes experts in a random plan
 offload_draws  offloads model states or activations in a random plan

@@ -32,17 +32,15 @@ stopped.
 import sys
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from multiprocessing import get_context
+from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
 from typing import Any
 
 import torch
 
-from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.random_plans.combinations import (
     FINDINGS,
@@ -53,10 +51,10 @@ from benchmarks.random_plans.combinations import (
     reason_of,
     reviewed,
 )
+from benchmarks.random_plans.compared_rows import compare_all
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
 from meshwright.model.loss.loss_definition import Batch
-from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
@@ -134,6 +132,11 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
         "outcome": "refused" if all(reasons) else "new reason",
         "reasons": sorted(map(str, reasons)),
     }
+
+
+def accepted_draws(draws: Iterator[Draw], wanted: int) -> list[Draw]:
+    """Returns the first `wanted` of `draws` that are not refused."""
+    return list(islice((each for each in draws if isinstance(plan_or_refusal(each), Plan)), wanted))
 
 
 def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
@@ -255,17 +258,7 @@ def main() -> None:
         row = try_plan(draw(options.seed, options.only))
         print(row["case"], row["outcome"], row.get("error", ""), row.get("message", ""), sep="\n")
         return
-    store = CaseStore(NAME)
-    found = store.read()
-    chosen = [draw(options.seed, number) for number in range(options.count)]
-    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
-        for ended in as_completed([pool.submit(try_plan, each) for each in chosen if str(each) not in found]):
-            row = ended.result()
-            found[row["case"]] = row
-            store.add(row)
-            message = f"\n{row['message']}" if row["outcome"] in FINDINGS else ""
-            print(row["outcome"], row.get("error", ""), row["case"], message, file=sys.stderr, flush=True)
-    rows = [found[str(each)] for each in chosen]
+    rows = compare_all(NAME, [draw(options.seed, number) for number in range(options.count)], try_plan)
     print(
         f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched",
         file=sys.stderr,

@@ -188,6 +188,28 @@ class Plan:
         program = _all_roles(job, self.sharding, self.strategies, micro_batch)
         return Plan(**self._values(job=job, micro_batch=micro_batch, program=program))
 
+    def with_strategies(
+        self,
+        strategies: Iterable[Strategy],
+        micro_batch: int,
+        mesh: Mesh | None = None,
+        model_spec: ModelSpec | None = None,
+    ) -> "Plan":
+        """Returns the plan of the same job and run with other strategies, made anew.
+
+        Raises PlanError as `make`; job and run have been checked.
+        """
+        return Plan.make(
+            self.job,
+            mesh or self.mesh,
+            model_spec or self.model_spec,
+            strategies,
+            micro_batch,
+            self.run,
+            found=(),
+            align_bytes=self.align_bytes,
+        )
+
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """Returns this plan with the specification of the same model on samples of another length."""
         sharding = replace(self.sharding, model_spec=model_spec)

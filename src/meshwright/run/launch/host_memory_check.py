@@ -15,7 +15,7 @@ from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.device.local_device import local_platform
 from meshwright.device.platforms import CPU
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.plan_for_model import check_plan_for_model
+from meshwright.model.analysis.plan_for_model import changed_plan
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
@@ -62,19 +62,8 @@ def _fitting_changes(
 ) -> Iterator[str]:
     """Yields the changes of `plan` that fit, each with what it needs."""
     for text, strategies, micro_batch in _changes(plan):
-        try:
-            other = Plan.make(
-                plan.job,
-                plan.mesh,
-                plan.model_spec,
-                strategies,
-                micro_batch,
-                plan.run,
-                found=(),
-                align_bytes=plan.align_bytes,
-            )
-            check_plan_for_model(other, analyzed)
-        except PlanError:  # this strategy does not work with this model or job
+        other = changed_plan(analyzed, plan, strategies, micro_batch)
+        if other is None:
             continue
         needed = nbytes_of_ranks(other, ranks, tiers)
         if needed <= free:
