@@ -125,8 +125,17 @@ def _tables(path: str, schema: type) -> Iterator[ConfigTable]:
             yield from _tables(f"{path}.{field.name}", nested)
 
 
+def _docstrings(schema: type) -> str:
+    """Returns the docstring of `schema`, and those of its base classes that name a key which it leaves out."""
+    text, names = inspect.getdoc(schema) or "", [field.name for field in dataclasses.fields(schema)]
+    for inherited in (inspect.getdoc(each) or "" for each in schema.__mro__[1:]):
+        if any(f"`{name}`" in inherited and f"`{name}`" not in text for name in names):
+            text += f"\n\n{inherited}"
+    return text
+
+
 def _table(path: str, schema: type) -> ConfigTable:
-    text, hints = inspect.getdoc(schema) or "", get_type_hints(schema)
+    text, hints = _docstrings(schema), get_type_hints(schema)
     prefix = path.partition(" ")[0]
     keys = (
         ConfigKey(

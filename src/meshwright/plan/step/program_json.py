@@ -47,7 +47,7 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
             [
                 allocation.name,
                 allocation.nbytes,
-                *_size_fields(allocation.runtime_size),
+                *([] if allocation.runtime_size is None else [_size_fields(allocation.runtime_size)]),
                 *([] if allocation.tier == "device" else [allocation.tier]),
             ]
             for allocation in action.allocations
