@@ -126,7 +126,7 @@ def _tables(path: str, schema: type) -> Iterator[ConfigTable]:
 
 
 def _docstrings(schema: type) -> str:
-    """Returns the docstring of `schema`, and those of its base classes that name a key which it leaves out."""
+    """Returns the docstring of `schema`, and those of base classes that name a key which it leaves out."""
     text, names = inspect.getdoc(schema) or "", [field.name for field in dataclasses.fields(schema)]
     for inherited in (inspect.getdoc(each) or "" for each in schema.__mro__[1:]):
         if any(f"`{name}`" in inherited and f"`{name}`" not in text for name in names):
