@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright import api
+from meshwright import api, oom_advice
 from meshwright.api import make_plan, parallelize, verify
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.engine.step.executor import StepExecutor
-from meshwright.model.analysis import plan_for_model
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.oom_advice import (
     MemoryUsage,
@@ -153,7 +152,7 @@ def test_no_change_is_advised_that_would_be_refused_for_the_model(monkeypatch: p
             raise PlanError("its blocks do what no rank can", fix="leave mesh.cp at 1", location="model")
 
     assert any("cp" in change.description for change in plan_changes(long, plan, 0))
-    monkeypatch.setattr(plan_for_model, "check_plan_for_model", without_sequence_parallel_blocks)
+    monkeypatch.setattr(oom_advice, "check_plan_for_model", without_sequence_parallel_blocks)
     found = [change.plan for change in plan_changes(long, plan, 0)]
     assert found
     assert all(plan in asked and plan.mesh.cp == 1 for plan in found)

@@ -23,7 +23,7 @@ import torch
 from meshwright.device.device_memory import memory_limit, process_nbytes
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.plan_for_model import changed_plan
+from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.context.context_parallel_strategy import CP_AXIS
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -33,7 +33,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
-from meshwright.plan.job.errors import CollectiveError, format_nbytes
+from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
@@ -141,8 +141,10 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
             for mesh, each in _sequence_sharded(plan)
         ]
     for mesh, model_spec, (message, strategies, micro_batch) in tried:
-        other = changed_plan(analyzed, plan, strategies, micro_batch, mesh, model_spec)
-        if other is None:
+        try:
+            other = plan.with_strategies(strategies, micro_batch, mesh, model_spec)
+            check_plan_for_model(other, analyzed)
+        except PlanError:  # this strategy does not work with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())
         if nbytes < now or other.micro_batch < plan.micro_batch:

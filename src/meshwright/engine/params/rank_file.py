@@ -50,7 +50,7 @@ FIXES = {
     errno.EDQUOT: "raise the quota of this user, name another folder, or shard over more ranks (zero)",
     errno.EIO: "look at the disk (dmesg), name a folder on another one, and resume from the last checkpoint",
 }
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # linux/mman.h; Python has no names for them
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # of Linux; Python has no names for them
 OTHER_FIX = "name a folder on another disk, and resume from the last checkpoint"
 
 

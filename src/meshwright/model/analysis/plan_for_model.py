@@ -113,23 +113,6 @@ def _ignored_settings(job: Job, model_spec: ModelSpec) -> Iterator[Diagnostic]:
         yield Diagnostic(text, "pass them to analyze(..., weights=...)", "model.weights")
 
 
-def changed_plan(
-    analyzed: AnalyzedModel,
-    plan: Plan,
-    strategies: Iterable[Strategy],
-    micro_batch: int,
-    mesh: Mesh | None = None,
-    model_spec: ModelSpec | None = None,
-) -> Plan | None:
-    """Returns `plan` with other strategies; None if they do not work with this model or job."""
-    try:
-        other = plan.with_strategies(strategies, micro_batch, mesh, model_spec)
-        check_plan_for_model(other, analyzed)
-    except PlanError:
-        return None
-    return other
-
-
 def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:
     """Raises PlanError with everything that the code of the model does and that ranks of `plan` cannot do as
     one device does.

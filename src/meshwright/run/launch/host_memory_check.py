@@ -15,7 +15,7 @@ from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.device.local_device import local_platform
 from meshwright.device.platforms import CPU
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.plan_for_model import changed_plan
+from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
@@ -62,8 +62,10 @@ def _fitting_changes(
 ) -> Iterator[str]:
     """Yields the changes of `plan` that fit, each with what it needs."""
     for text, strategies, micro_batch in _changes(plan):
-        other = changed_plan(analyzed, plan, strategies, micro_batch)
-        if other is None:
+        try:
+            other = plan.with_strategies(strategies, micro_batch)
+            check_plan_for_model(other, analyzed)
+        except PlanError:  # this strategy does not work with this model or job
             continue
         needed = nbytes_of_ranks(other, ranks, tiers)
         if needed <= free:
