@@ -78,7 +78,16 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
     milliseconds = tuple(float(f"{1e3 * seconds[call]:.6g}") for call in calls)
     timed = replace(untimed[0], forward_ms=milliseconds)
     strategies = [timed if each == untimed[0] else each for each in plan.strategies]
-    other = plan.with_strategies(strategies, plan.micro_batch)
+    other = Plan.make(
+        plan.job,
+        plan.mesh,
+        plan.model_spec,
+        strategies,
+        plan.micro_batch,
+        plan.run,
+        found=(),
+        align_bytes=plan.align_bytes,
+    )
     note = f"memory_budget: forward_ms of {len(calls)} block calls as predicted on {target.name}"
     return replace(ready, plan=other, notes=(*ready.notes, note))
 
