@@ -196,9 +196,8 @@ def row_of(case: Case, found: Sequence[tuple[float, int]]) -> dict[str, object]:
     numels = bucket_numels(case)
     sent, owed = sent_by_formula(numels, case), owed_by_formula(numels, case)
     kept = sum(nbytes for _, nbytes in found)
-    off = max(
-        abs(float(each) - sent) for each in (sent_by_program(case.plan()), *(each for each, _ in found))
-    )
+    ledgers = [nbytes for nbytes, _ in found]
+    off = max(abs(float(each) - sent) for each in (sent_by_program(case.plan()), *ledgers))
     row: dict[str, object] = {"case": str(case), "off": off + abs(kept - owed)}
     row["sent"] = {"formula": sent, "ledgers": ledgers}
     row["residuals"] = {"formula": owed, "live": kept}
