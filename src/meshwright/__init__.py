@@ -31,6 +31,7 @@ _MODULES = {
     "meshwright.parallel.compression.cast": ("CastCompression",),
     "meshwright.parallel.compression.int4": ("Int4Compression",),
     "meshwright.parallel.compression.int8": ("Int8Compression",),
+    "meshwright.parallel.compression.powersgd": ("PowerSGDCompression",),
     "meshwright.parallel.compression.sign": ("SignCompression",),
     "meshwright.parallel.context.hybrid": ("HybridContextParallel",),
     "meshwright.parallel.context.ring": ("RingAttention",),

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from meshwright.parallel.compression.cast import CastCompression
 from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.sign import SignCompression
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -90,5 +91,6 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         Int4Compression,
         CastCompression,
         SignCompression,
+        PowerSGDCompression,
     )
 )

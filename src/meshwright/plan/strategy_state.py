@@ -28,10 +28,11 @@ STATE_PREFIX = "state/"  # of their names in a checkpoint
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor, filled with `fill` before the first step.
+    """One tensor, filled with `fill` before the first step; if it `is_random`, with normal numbers.
 
     With `param` it belongs to that parameter and has its shape; else `shape` is the shape on every rank.
-    `layout` says where it is P or S(flat). What Python reads every step stays `on_host`.
+    `layout` says where it is P or S(flat). What Python reads every step stays `on_host`. One that
+    `may_begin_anew` does so where a checkpoint has another shape, which is refused else.
     """
 
     name: str
@@ -42,6 +43,8 @@ class StateSpec:
     fill: float = 0.0
     on_host: bool = False
     is_history: bool = False
+    is_random: bool = False
+    may_begin_anew: bool = False
 
     @property
     def key(self) -> str:

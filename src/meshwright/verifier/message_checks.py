@@ -2,7 +2,8 @@
 
     transfer          at its end each rank has       so its last message is
     all_reduce        the whole sum                  all_reduce, all_gather or broadcast
-    reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter
+    reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter; all_gather, of what
+                                                     it computes its slice from (factors)
     all_gather        all slices                     all_gather or broadcast
 
 A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
@@ -25,7 +26,7 @@ from meshwright.plan.step.simulator import qualified_name
 LAST_MESSAGES = MappingProxyType(
     {
         "all_reduce": ("all_reduce", "all_gather", "broadcast"),
-        "reduce_scatter": ("reduce_scatter", "all_to_all", "scatter"),
+        "reduce_scatter": ("reduce_scatter", "all_to_all", "scatter", "all_gather"),
         "all_gather": ("all_gather", "broadcast"),
     }
 )

@@ -1,13 +1,17 @@
 """Plans of the tiny model whose gradients are summed as codes, and what every codec of blocks must hold."""
 
 from collections.abc import Iterator
+from itertools import accumulate
+from math import prod
 
 import torch
 
 import meshwright as mw
 from meshwright.parallel.compression.block_codes import BlockCodec
+from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import analyzed_model, case_of, tiny_job, verdict_of
@@ -54,7 +58,19 @@ def check_plan(codec: GradientCompression, arrangement: str) -> None:
 
 def decoded(codec: BlockCodec, values: torch.Tensor, key: int = 1) -> torch.Tensor:
     """What the codes of `values` say."""
-    return codec.defined_sum([values], [key], is_scattered=True)
+    return codec.defined_sum(coded_sum(values, collective="reduce_scatter"), [values], [key], {})
+
+
+def coded_sum(
+    values: torch.Tensor, size: int = 1, collective: str = "all_reduce", **shapes: tuple[int, ...]
+) -> CodedSum:
+    """The sum of flat `values` over `size` ranks; with `shapes`, of parameters that lie one after another."""
+    dtype = str(values.dtype).removeprefix("torch.")
+    transfer = Transfer(collective, ("dp_replicate",), values.nbytes, dtype=dtype)
+    ends = (0, *accumulate(prod(shape) for shape in shapes.values()))
+    places = zip(shapes.items(), ends, strict=False)
+    parts = tuple(CodedPart(name, shape, 0, prod(shape), at) for (name, shape), at in places)
+    return CodedSum(transfer, size, (parts,))
 
 
 def samples(dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:

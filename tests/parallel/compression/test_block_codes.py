@@ -9,8 +9,8 @@ from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Transfer
 from meshwright.testing.ranks import run_on_threads
+from tests.parallel.compression.coded_plans import coded_sum, decoded
 
 AXIS = ("dp_replicate",)
 
@@ -19,14 +19,15 @@ AXIS = ("dp_replicate",)
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_a_rank_sends_the_bytes_of_the_law(size: int, collective: str):
     codec, numel = Int8Compression(), 6 * 1000
-    messages = codec.messages(Transfer(collective, AXIS, 4 * numel), numel, size)
+    summed = coded_sum(torch.empty(numel), size, collective)
+    messages = codec.messages(summed)
 
     def exchange(world: World) -> tuple[float, torch.Tensor]:
         values = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
         part = slice_numel(numel, size)
         scatters = collective == "reduce_scatter"
         output = torch.empty(part) if scatters else values
-        operand = CodedOperand(values, {}, output, world.rank, size, scatters, key=world.rank)
+        operand = CodedOperand(summed, values, {}, output, world.rank, key=world.rank)
         sent = [ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in messages]
         world.group(AXIS).exchange(codec.sum_rounds(operand), sent, action="REDUCE").wait()
         return world.ledger.sent_nbytes["REDUCE"], output
@@ -49,8 +50,8 @@ def test_slices_of_many_chunks_have_the_bytes_of_their_chunks():
     numel = 2 * CHUNK + 3
     assert codec._slice_nbytes(numel) == 2 * codec.code_nbytes(CHUNK) + codec.code_nbytes(3)
     values = torch.randn(numel)
-    whole = codec.defined_sum([values], [0], is_scattered=True)
-    parts = [codec.defined_sum([each], [0], is_scattered=True) for each in values.split(CHUNK)]
+    whole = decoded(codec, values, key=0)
+    parts = [decoded(codec, each, key=0) for each in values.split(CHUNK)]
     assert torch.equal(whole, torch.cat(parts))
 
 

@@ -5,7 +5,14 @@ import torch
 
 from meshwright.parallel.compression.cast import CastCompression
 from meshwright.plan.job.errors import PlanError
-from tests.parallel.compression.coded_plans import ARRANGEMENTS, check_codes, check_plan, decoded, samples
+from tests.parallel.compression.coded_plans import (
+    ARRANGEMENTS,
+    check_codes,
+    check_plan,
+    coded_sum,
+    decoded,
+    samples,
+)
 
 DTYPES = "bfloat16", "float16", "float8"
 
@@ -36,7 +43,7 @@ def test_float16_clamps_what_is_too_large_for_it_and_owes_the_rest():
 def test_sums_are_made_in_float32():
     small = CastCompression(dtype="bfloat16")
     inputs = [torch.ones(1), *(torch.full((1,), 2.0**-9) for _ in range(8))]
-    total = small.defined_sum(inputs, range(9), is_scattered=True)
+    total = small.defined_sum(coded_sum(inputs[0], 9, "reduce_scatter"), inputs, range(9), {})
     assert total.item() == 1 + 8 * 2.0**-9  # in bfloat16 each of the eight would vanish
 
 

@@ -15,6 +15,7 @@ import torch
 
 from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.tensors.counter_rng import derive_key, fill_normal_
 from meshwright.model.tensors.lazy_mapping import read_region, strip_prefix, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.strategy_state import STATE_PREFIX, StateSpec
@@ -29,6 +30,8 @@ class StrategyTensors:
             f"{owner}/{spec.key}": spec for owner, specs in state.plan.states.items() for spec in specs
         }
         self._tensors = {name: self._make(spec) for name, spec in self._specs.items()}
+        for name, tensor in self._tensors.items():
+            self._fill(name, tensor)
 
     def of(self, owner: str) -> dict[str, torch.Tensor]:
         """Returns the tensors of one technique, by key; those of a shard are flat."""
@@ -54,7 +57,7 @@ class StrategyTensors:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 spec, entry = self._specs[name], f"{STATE_PREFIX}{name}"
-                tensor.fill_(spec.fill)
+                self._fill(name, tensor)
                 if entry in saved:
                     self._load(entry, spec, tensor, saved)
 
@@ -62,10 +65,18 @@ class StrategyTensors:
         dtype, state = getattr(torch, spec.dtype), self._state
         if not spec.param:
             device = torch.device("cpu") if spec.on_host else state.world.device
-            return torch.full(spec.shape, spec.fill, dtype=dtype, device=device)
+            return torch.empty(spec.shape, dtype=dtype, device=device)
         parameter = state.trained_module.parameters[spec.param].detach()
         shape = (self._range(spec)[1],) if spec.is_shard else tuple(parameter.shape)
-        return parameter.new_full(shape, spec.fill, dtype=dtype)
+        return parameter.new_empty(shape, dtype=dtype)
+
+    def _fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Gives `tensor` its first value; random numbers are the same on every rank."""
+        spec = self._specs[name]
+        if spec.is_random:
+            fill_normal_(tensor, derive_key(self._state.plan.job.train.seed, "state", name))
+        else:
+            tensor.fill_(spec.fill)
 
     def _saved(self, spec: StateSpec, tensor: torch.Tensor) -> SavedTensor:
         axes, shape, begin, spans = spec.layout.axes_with("P"), spec.shape, 0, ()
@@ -89,6 +100,8 @@ class StrategyTensors:
         expected = self._full_shape(spec)
         found = shape[1:] if axes or spec.is_history else shape
         if found != (expected[1:] if spec.is_history else expected):
+            if spec.may_begin_anew:
+                return
             text = f"{entry} has the shape {list(shape)}, and {list(expected)} is needed under this plan"
             fix = "continue with the options that it was saved with, or train into another run.folder"
             raise PlanError(text, fix=fix, location="checkpoint")

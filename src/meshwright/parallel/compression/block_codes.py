@@ -26,7 +26,7 @@ feedback on both ends).
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,6 +34,7 @@ import torch
 
 from meshwright.comm.collectives.group import PeerTensors, Rounds
 from meshwright.model.tensors.counter_rng import uniform
+from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.step.program import Transfer
@@ -65,18 +66,20 @@ class BlockCodec(GradientCompression):
     def decode(self, codes: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the `numel` values of a chunk, flat, in `dtype`."""
 
-    def messages(self, transfer: Transfer, numel: int, num_ranks: int) -> tuple[Transfer, ...]:
-        nbytes = self._slice_nbytes(slice_numel(numel, num_ranks))
+    def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
+        num_ranks, transfer = coded_sum.num_ranks, coded_sum.transfer
+        nbytes = self._slice_nbytes(slice_numel(coded_sum.numel, num_ranks))
         coded = replace(transfer, collective="all_to_all", nbytes=num_ranks * nbytes, dtype="uint8")
         coded = replace(coded, algorithm="backend")
-        if transfer.collective == "reduce_scatter":
+        if coded_sum.is_scattered:
             return (coded,)
         return coded, replace(coded, collective="all_gather", nbytes=nbytes)
 
-    def scratch_nbytes(self, transfer: Transfer, numel: int, num_ranks: int) -> int:
+    def scratch_nbytes(self, coded_sum: CodedSum) -> int:
         # codes that go and come, and one sum
-        width = 8 if transfer.dtype == "float64" else 4
-        return 2 * transfer.messages[0].nbytes + width * slice_numel(numel, num_ranks)
+        width = 8 if coded_sum.transfer.dtype == "float64" else 4
+        sum_numel = slice_numel(coded_sum.numel, coded_sum.num_ranks)
+        return 2 * coded_sum.transfer.messages[0].nbytes + width * sum_numel
 
     def sum_rounds(self, operand: CodedOperand) -> Rounds:
         """Yields the two rounds of an all-reduce, or the one of a reduce-scatter."""
@@ -87,7 +90,7 @@ class BlockCodec(GradientCompression):
         for rank, part in enumerate(slices):
             self._encode(part, codes[rank], operand.key + rank)
         arrived = torch.empty_like(codes)
-        yield _of_peers(codes, index), _of_peers(arrived, index)
+        yield of_peers(codes, index), of_peers(arrived, index)
         arrived[index] = codes[index]
         own = slices[index]
         total = torch.empty_like(own)
@@ -102,7 +105,7 @@ class BlockCodec(GradientCompression):
         self._encode(total, codes[index], operand.key + size)
         own.add_(total)
         operand.keep_residual()
-        yield _of_peers(codes[index].expand_as(codes), index), _of_peers(arrived, index)
+        yield of_peers(codes[index].expand_as(codes), index), of_peers(arrived, index)
         arrived[index] = codes[index]
         for rank in range(size):
             out = operand.output[rank * numel : (rank + 1) * numel]
@@ -110,7 +113,11 @@ class BlockCodec(GradientCompression):
                 self.decode_into(arrived[rank, at : at + nbytes], chunk, add=False)
 
     def defined_sum(
-        self, inputs: Sequence[torch.Tensor], keys: Sequence[int], *, is_scattered: bool
+        self,
+        coded_sum: CodedSum,
+        inputs: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        states: MutableMapping[str, torch.Tensor],
     ) -> torch.Tensor:
         size, numel = len(inputs), slice_numel(len(inputs[0]), len(inputs))
         parts = [each.split(numel) for each in inputs]
@@ -119,7 +126,7 @@ class BlockCodec(GradientCompression):
             total = torch.zeros_like(parts[0][index])
             for rank in range(size):
                 total += self._decoded(parts[rank][index], keys[rank] + index)
-            sums.append(total if is_scattered else self._decoded(total, keys[index] + size))
+            sums.append(total if coded_sum.is_scattered else self._decoded(total, keys[index] + size))
         return torch.cat(sums)
 
     def _decoded(self, values: torch.Tensor, key: int) -> torch.Tensor:
@@ -215,5 +222,6 @@ def split_scales(codes: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.T
     return scales.clone().view(torch.float32).unsqueeze(1), rest
 
 
-def _of_peers(rows: torch.Tensor, index: int) -> PeerTensors:
+def of_peers(rows: torch.Tensor, index: int) -> PeerTensors:
+    """Returns the rows of all ranks but the one at `index`."""
     return [(rank, row) for rank, row in enumerate(rows) if rank != index]

@@ -33,7 +33,8 @@ al. 2019, "Error Feedback Fixes SignSGD", arXiv 1901.09847; Stich et al. 2018, a
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
@@ -41,7 +42,8 @@ from typing import ClassVar
 import torch
 
 from meshwright.comm.collectives.group import Rounds
-from meshwright.parallel.compression.residuals import CodedOperand, CodedSums
+from meshwright.parallel.compression.coded_sum import CodedSum
+from meshwright.parallel.compression.residuals import CodedOperand, CodedSums, split_state_key
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
@@ -77,30 +79,36 @@ class GradientCompression(Strategy):
     error_feedback: bool = True
 
     @abstractmethod
-    def messages(self, transfer: Transfer, numel: int, num_ranks: int) -> tuple[Transfer, ...]:
-        """Returns the collectives that carry `transfer`, a sum of `numel` elements over `num_ranks` ranks."""
+    def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
+        """Returns the collectives that carry `coded_sum.transfer`, of one size for all its shards."""
 
     @abstractmethod
     def sum_rounds(self, operand: CodedOperand) -> Rounds:
         """Yields the messages of one sum, round by round, as `Group.exchange` takes them.
 
         `operand.values` holds this rank's gradient and what it owed; the codec leaves there what it owes now,
-        calls `operand.keep_residual()`, and writes the sum into `operand.output`.
+        calls `operand.keep_residual()`, and writes the sum into `operand.output`. Other states of the codec
+        are in `operand.before`, and go into `operand.after`.
         """
 
     @abstractmethod
     def defined_sum(
-        self, inputs: Sequence[torch.Tensor], keys: Sequence[int], *, is_scattered: bool
+        self,
+        coded_sum: CodedSum,
+        inputs: Sequence[torch.Tensor],
+        keys: Sequence[int],
+        states: MutableMapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """Returns the sum of the flat `inputs` of all ranks as this technique defines it.
 
         In one process and without messages; `verify` compares every sum with it. `keys` are those of the
-        ranks for random numbers.
+        ranks for random numbers. `states` has what the technique keeps beside residuals, by key; it replaces
+        what the sum changes.
         """
 
     @abstractmethod
-    def scratch_nbytes(self, transfer: Transfer, numel: int, num_ranks: int) -> int:
-        """Returns the bytes that a rank takes for the sum `transfer` beside its operand, while it lasts."""
+    def scratch_nbytes(self, coded_sum: CodedSum) -> int:
+        """Returns the bytes that a rank takes for the sum beside its operand, while it lasts."""
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, names = f"strategies.{self.name}", [each.name for each in sharding.model_spec.params]
@@ -187,8 +195,18 @@ class GradientCompression(Strategy):
         layout = Layout().with_placement(in_mesh_order(summed - set(sliced)), P)
         return layout.with_placement(sliced, S(FLAT))
 
+    def other_axes(self, each: ParamSharding, sharding: ShardingPlan) -> tuple[str, ...]:
+        """Returns the axes along which ranks sum other codes of a parameter: other slices or shards of it, or
+        the gradients of other samples.
+        """
+        sliced, reduced = set(each.flat_shard_axes), set(each.grad_reductions())
+        summed = sliced if self._axis(sharding) in sliced else reduced - sliced
+        return in_mesh_order((reduced | sliced | each.sliced_dims.keys()) - summed)
+
     def _compress(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
-        sizes = {spec.param: local_state_nbytes(spec, view) for spec in self.states(view, job)}
+        sizes = Counter[str]()  # of what the strategy keeps, by parameter
+        for spec in self.states(view, job):
+            sizes[split_state_key(spec.key)[1]] += local_state_nbytes(spec, view)
         edited = list[Action]()
         scratch = dict[str, str]()  # what is freed, by the sum that it is waited for
         pending = dict[str, str]()  # likewise, by a parameter whose step decides
@@ -196,8 +214,8 @@ class GradientCompression(Strategy):
             if self.codes(action, view.plan) and action.transfer is not None:
                 coded = self._coded(action, action.transfer, view, job)
                 scratch[action.name] = coded.allocations[-1].name
-                if leaves_steps_out(job) and self.error_feedback and action.tensors[0] not in pending:
-                    nbytes = sum(sizes[name] for name in action.tensors)
+                nbytes = sum(sizes[name] for name in action.tensors)
+                if leaves_steps_out(job) and nbytes and action.tensors[0] not in pending:
                     kept = Allocation(f"new residuals of {action.name}", nbytes)
                     coded = replace(coded, allocations=(*coded.allocations, kept))
                     pending[action.tensors[0]] = kept.name
@@ -210,12 +228,13 @@ class GradientCompression(Strategy):
         return edited
 
     def _coded(self, action: Action, transfer: Transfer, view: RankView, job: Job) -> Action:
-        num_ranks, numel = transfer.num_ranks(view.plan.mesh), transfer.nbytes // FLOAT_NBYTES[transfer.dtype]
-        messages = self.messages(transfer, numel, num_ranks)
+        coded_sum = CodedSum.of(action, transfer, view)
+        messages = self.messages(coded_sum)
         transfer = replace(transfer, carried_by=messages, carried_from=self.exact_steps)
-        nbytes, wide = self.scratch_nbytes(transfer, numel, num_ranks), residual_dtype(job)
+        coded_sum = replace(coded_sum, transfer=transfer)
+        nbytes, wide = self.scratch_nbytes(coded_sum), residual_dtype(job)
         if transfer.dtype != wide:  # then gradients and residuals are added in a copy
-            nbytes += numel * FLOAT_NBYTES[wide]
+            nbytes += coded_sum.numel * FLOAT_NBYTES[wide]
         scratch = Allocation(f"codes of {action.name}", nbytes)
         return replace(action, transfer=transfer, allocations=(*action.allocations, scratch))
 

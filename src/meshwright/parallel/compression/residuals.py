@@ -20,36 +20,52 @@ import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.model.tensors.counter_rng import derive_key
+from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, ObservedSum, Runtime
 
 if TYPE_CHECKING:
+    from meshwright.engine.runtime.rank_state import StepState
     from meshwright.parallel.compression.gradient_compression import GradientCompression
+
+RESIDUAL = "residual"  # the name of the state that is owed
 
 
 @dataclass
 class CodedOperand:
     """What one rank puts into a sum of codes.
 
-    `values` is a flat float tensor: gradients and what is owed to them; `by_param` are flat views of it.
-    `output` takes the sum of all ranks, or this rank's slice of it (`is_scattered`), in any float dtype; it
-    may be memory of `values`. `index` is this rank's among the `num_ranks` of the group. `key` is for random
-    numbers: another one for each rank, sum and step.
+    `values` is a flat float tensor: gradients and what is owed to them; `by_param` are flat views of it, the
+    parts of `coded_sum`. `output` takes the sum of all ranks, or this rank's slice of it, in any float dtype;
+    it may be memory of `values`. `index` is this rank's in the group. `key` is for random numbers: another
+    one for each rank, sum and step. `before` are the states that the codec keeps beside residuals, by key;
+    `after` takes them as the sum leaves them, where they are kept: none of a step in which nothing counts.
     """
 
+    coded_sum: CodedSum
     values: torch.Tensor
     by_param: Mapping[str, torch.Tensor]
     output: torch.Tensor
     index: int
-    num_ranks: int
-    is_scattered: bool
     key: int
     scale: float = 1.0
     owed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
     is_observed: bool = False
     lost: Mapping[str, torch.Tensor] = field(default_factory=dict)  # if it is observed
+    before: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    after: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the group."""
+        return self.coded_sum.num_ranks
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether `output` is this rank's slice of the sum."""
+        return self.coded_sum.is_scattered
 
     def add_owed(self) -> None:
         """Adds to the gradients what is owed to them."""
@@ -87,12 +103,12 @@ class CodedSums:
         shardings = runtime.state.plan.view.param_shardings
         self._param_shardings = {each.param.name: each for each in shardings}
         self._places = {action.name: self._place(action) for action in coded}  # of this rank, by action
-        prefix = "residual/"
-        self._residuals = {
-            key.removeprefix(prefix): each for key, each in runtime.tensors.items() if key.startswith(prefix)
-        }
-        self._pending: MutableMapping[str, torch.Tensor] = {}  # the new residuals, until STEP has decided
+        self._states = dict[str, dict[str, torch.Tensor]]()  # by parameter, by key
+        for key, each in runtime.tensors.items():
+            self._states.setdefault(split_state_key(key)[1], {})[key] = each
+        self._pending = dict[str, dict[str, torch.Tensor]]()  # the new states, until STEP has decided
         self._step: object = None  # the state of the step which they belong to
+        self._defined = DefinedStates()
 
     def wrap_reduce(self, handler: Handler) -> Handler:
         """Returns a handler of REDUCE that sums codes where it should, and calls `handler` for the rest."""
@@ -113,22 +129,25 @@ class CodedSums:
         return reduce
 
     def wrap_step(self, handler: Handler) -> Handler:
-        """Returns a handler of STEP that keeps the new residuals of what `handler` has stepped."""
+        """Returns a handler of STEP that keeps the new states of what `handler` has stepped."""
 
         def step(action: Action) -> None:
             handler(action)
             if self._step is not self._state.step:
                 return
             for name in action.tensors:
-                pending = self._pending.pop(name, None)
-                if pending is not None and self._state.step.updates:
-                    self._residuals[name].copy_(pending)
+                pending = self._pending.pop(name, {})
+                for key, each in pending.items() if self._state.step.updates else ():
+                    self._states[name][key].copy_(each)
 
         return step
 
     def _rounds(self, operand: CodedOperand, action: Action, group: Group) -> Rounds:
         operand.add_owed()
-        values = operand.values.clone() if operand.is_observed else operand.values
+        values = operand.values
+        if operand.is_observed:
+            values = values.clone()
+            self._defined.record_first(operand.before)
         yield from self._codec.sum_rounds(operand)
         if self._state.observed_sums is not None:
             sharding = self._state.plan.sharding
@@ -142,16 +161,22 @@ class CodedSums:
                     for name in operand.lost
                 },
                 bool(operand.kept),
-                partial(self._defined_sum, action, group, operand),
+                partial(self._defined_sum, action, group, operand, self._state.step),
             )
             self._state.observed_sums.append(observed)
         operand.clear_padding()
 
     def _defined_sum(
-        self, action: Action, group: Group, operand: CodedOperand, inputs: Sequence[torch.Tensor]
+        self,
+        action: Action,
+        group: Group,
+        operand: CodedOperand,
+        step: "StepState",
+        inputs: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         keys = [self._key(action, index) for index in range(group.size)]
-        return self._codec.defined_sum(inputs, keys, is_scattered=operand.is_scattered)
+        states = self._defined.states(step, keeps=bool(operand.after))
+        return self._codec.defined_sum(operand.coded_sum, inputs, keys, states)
 
     def _key(self, action: Action, index: int) -> int:
         """Returns the key of the rank at `index` of a group; equal for copies of it, which code the same."""
@@ -174,36 +199,77 @@ class CodedSums:
             places = {name: each.storage_offset() - begin for name, each in by_param.items()}
             by_param = {name: copy[at : at + by_param[name].numel()] for name, at in places.items()}
             flat = copy
-        owed, kept = self._residuals_of(by_param, action)
+        before, after = self._states_of(by_param, action)
+        counts = bool(state.token_counter.loss_weight(action.microbatch))
         transfer = action.transfer
+        if transfer is None:
+            raise ValueError(f"{action.name} has no transfer, and codes are sums; give it one")
         return CodedOperand(
+            CodedSum.of(action, transfer, state.plan.view),
             flat,
             by_param,
             operand.output.view(-1),
             group.index,
-            group.size,
-            transfer is not None and transfer.collective == "reduce_scatter",
             self._key(action, group.index),
             state.update.loss_scale_value,
-            owed,
-            kept,
+            _residuals(before) if counts else {},
+            _residuals(after),
             state.observed_sums is not None,
+            before=before,
+            after=after,
         )
 
-    def _residuals_of(
-        self, by_param: Mapping[str, torch.Tensor], action: Action
+    def _states_of(
+        self, names: Iterable[str], action: Action
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-        """Returns what is owed to each parameter, and where what is owed next goes."""
+        """Returns the states of parameters as a sum finds them, and where it leaves them, by key."""
         state = self._state
-        if not state.token_counter.loss_weight(action.microbatch):
-            return {}, {}
-        residuals = {name: self._residuals[name] for name in by_param if name in self._residuals}
-        if not self._may_skip:
-            return residuals, residuals
         if self._step is not state.step:
             self._pending, self._step = {}, state.step
-        owed = {name: self._pending.get(name, each) for name, each in residuals.items()}
-        for name, each in residuals.items():
-            if name not in self._pending:
-                self._pending[name] = torch.empty_like(each)
-        return owed, {name: self._pending[name] for name in residuals}
+        before, after = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for name in names:
+            states = self._states.get(name, {})
+            before |= self._pending.get(name, states)
+            if not state.token_counter.loss_weight(action.microbatch):
+                continue
+            if self._may_skip and name not in self._pending:
+                self._pending[name] = {key: torch.empty_like(each) for key, each in states.items()}
+            after |= self._pending.get(name, states)
+        return before, after
+
+
+class DefinedStates:
+    """What a technique defines that its states beside residuals are, from step to step, for the verifier.
+
+    It begins with those of the first sums; a step that is left out changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._states, self._at_begin = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self._step: StepState | None = None
+
+    def record_first(self, before: Mapping[str, torch.Tensor]) -> None:
+        """Records the states that no sum has changed yet."""
+        for key in before.keys() - self._states.keys():
+            if split_state_key(key)[0] != RESIDUAL:
+                self._states[key] = before[key].clone()
+
+    def states(self, step: "StepState", *, keeps: bool) -> MutableMapping[str, torch.Tensor]:
+        """Returns the states before a sum of `step`, whose changes stay if the sum `keeps` any."""
+        if step is not self._step:
+            if self._step is not None and not self._step.updates:
+                self._states = self._at_begin
+            self._step, self._at_begin = step, dict(self._states)
+        return self._states if keeps else dict(self._states)
+
+
+def split_state_key(key: str) -> tuple[str, str]:
+    """Returns the name of a state, and that of its parameter: "residual/head.weight"."""
+    name, _, param = key.partition("/")
+    return name, param
+
+
+def _residuals(states: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Returns the residuals among `states`, by parameter."""
+    split = ((*split_state_key(key), each) for key, each in states.items())
+    return {param: each for name, param, each in split if name == RESIDUAL}

@@ -1,0 +1,204 @@
+"""Factors of gradient matrices: the bytes of the law, projections, what is kept, and sums in every arrangement."""
+
+from math import prod
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.comm.collectives.group import ExchangedMessage, World
+from meshwright.parallel.compression.coded_sum import CodedSum
+from meshwright.parallel.compression.powersgd import (
+    FACTOR,
+    FactorLayout,
+    PowerSGDCompression,
+    matrix_sides,
+    orthonormal_rows,
+)
+from meshwright.parallel.compression.residuals import CodedOperand
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import run_on_threads
+from tests.parallel.compression.coded_plans import (
+    ANALYZED,
+    ARRANGEMENTS,
+    DDP3,
+    check_plan,
+    coded_plan,
+    coded_sum,
+    hybrid,
+)
+from tests.tiny_model import tiny_job
+
+AXIS = ("dp_replicate",)
+SHAPES = {"wide": (6, 20), "bias": (7,), "tall": (30, 6), "conv": (8, 3, 3), "small": (2, 2), "scalar": ()}
+ROWS_AND_COLUMNS = 6 + 20 + 30 + 6 + 8 + 9
+EXACT = 7 + 4 + 1
+
+
+def first_states(codec: PowerSGDCompression, summed: CodedSum, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    matrices = FactorLayout.of(summed.parts, codec.rank).matrices
+    return {
+        each.state_key: torch.randn(codec.rank, each.columns, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        for each in matrices
+    }
+
+
+def gradient(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    numel = sum(map(prod, SHAPES.values()))
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def operand_of(world: World, codec: PowerSGDCompression, summed: CodedSum) -> CodedOperand:
+    values = gradient(world.rank)
+    parts = {each.name: values[each.offset : each.offset + each.numel] for each in summed.parts}
+    states = first_states(codec, summed, values.dtype)
+    begin = world.rank * len(values) // summed.num_ranks
+    output = values[begin : begin + len(values) // summed.num_ranks] if summed.is_scattered else values
+    return CodedOperand(summed, values, parts, output, world.rank, 0, before=states, after=states)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_a_rank_sends_the_bytes_of_the_law_and_ends_with_the_bits_of_all(size: int, collective: str):
+    codec = PowerSGDCompression(rank=2)
+    numel = sum(map(prod, SHAPES.values()))
+    assert numel % 6 == 0
+    summed = coded_sum(torch.empty(numel), size, collective, **SHAPES)
+    messages = codec.messages(summed)
+
+    def exchange(world: World) -> tuple[float, CodedOperand]:
+        operand = operand_of(world, codec, summed)
+        sent = [ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in messages]
+        world.group(AXIS).exchange(codec.sum_rounds(operand), sent, action="REDUCE").wait()
+        return world.ledger.sent_nbytes["REDUCE"], operand
+
+    found = run_on_threads(exchange, Mesh(dp_replicate=size))
+    first = 2 * (6 + 30 + 8) + EXACT
+    padding = -first % size + -2 * (20 + 6 + 9) % size
+    law = 2 * (size - 1) * 4 * (2 * ROWS_AND_COLUMNS + EXACT + padding) // size
+    assert [sent for sent, _ in found] == [law] * size
+    states = first_states(codec, summed, torch.float64)
+    inputs = [gradient(rank, torch.float64) for rank in range(size)]
+    expected = codec.defined_sum(summed, inputs, (), states)
+    for rank, (_, operand) in enumerate(found):
+        mine = expected if collective == "all_reduce" else expected.chunk(size)[rank]
+        torch.testing.assert_close(operand.output, mine.float(), rtol=1e-4, atol=1e-4)
+        assert collective == "reduce_scatter" or torch.equal(operand.output, found[0][1].output)
+        for key, each in operand.after.items():
+            assert torch.equal(each, found[0][1].after[key]), "the same Q on every rank"
+
+
+def projected(
+    matrix: torch.Tensor, codec: PowerSGDCompression, states: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """What one rank sends of `matrix`; its Q is in `states`."""
+    summed = coded_sum(matrix.view(-1), m=tuple(matrix.shape))
+    return codec.defined_sum(summed, [matrix.reshape(-1)], (), states).view(matrix.shape)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_what_is_sent_is_a_projection_that_finds_the_strongest_directions(rank: int):
+    codec, generator = PowerSGDCompression(rank=rank), torch.Generator().manual_seed(rank)
+    matrix = torch.randn(24, 18, generator=generator, dtype=torch.float64)
+    states = {f"{FACTOR}/m": torch.randn(rank, 18, generator=generator, dtype=torch.float64)}
+    sent = projected(matrix, codec, states)
+    lost = matrix - sent
+    torch.testing.assert_close((lost * sent).sum() / matrix.norm() ** 2, torch.zeros((), dtype=torch.float64))
+    assert lost.norm() < matrix.norm()
+    for _ in range(400):
+        lost = matrix - projected(matrix, codec, states)
+    best = torch.linalg.svdvals(matrix)[rank:].square().sum().sqrt()
+    torch.testing.assert_close(lost.norm(), best, rtol=1e-3, atol=0.0)
+
+
+def test_a_matrix_of_the_rank_arrives_whole_and_zeros_change_nothing():
+    codec = PowerSGDCompression(rank=2)
+    left, right = torch.randn(9, 2, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    for matrix in (left @ right, left[:, :1] @ right[:1]):
+        states = {f"{FACTOR}/m": torch.randn(2, 8, dtype=torch.float64)}
+        torch.testing.assert_close(projected(matrix, codec, states), matrix)
+        before = states[f"{FACTOR}/m"].clone()
+        assert not projected(torch.zeros_like(matrix), codec, states).any()
+        assert torch.equal(states[f"{FACTOR}/m"], before)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
+def test_rows_are_orthonormal_at_any_magnitude_and_0_if_explained(magnitude: float):
+    factors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(2)) * magnitude
+    factors[1, 2] = factors[1, 0] * 3 - factors[1, 1]
+    factors[2] = 0.0
+    found = orthonormal_rows(factors)
+    products = found @ found.transpose(1, 2)
+    expected = torch.stack([torch.eye(4), torch.diag(torch.tensor([1.0, 1, 0, 1])), torch.zeros(4, 4)])
+    torch.testing.assert_close(products, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_is_seen(bad: float):
+    factors = torch.ones(1, 2, 5)
+    factors[0, 1, 3] = bad
+    assert not orthonormal_rows(factors).isfinite().all()
+
+
+def test_a_parameter_of_more_dims_is_cut_where_its_sides_are_least():
+    assert matrix_sides((64, 32, 3, 3)) == (64, 288)
+    assert matrix_sides((8, 64, 128)) == (512, 128)
+    assert matrix_sides((5,)) == (5, 1)
+    assert matrix_sides(()) == (1, 1)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_ranks_compute_what_their_factors_say(arrangement: str):
+    check_plan(PowerSGDCompression(rank=2 if arrangement == "ddp" else 1), arrangement)
+
+
+def test_states_are_in_the_plan_to_the_byte():
+    plan = coded_plan(PowerSGDCompression(rank=2)).for_rank(0)
+    (specs,) = plan.states.values()
+    shapes = {each.name: each.shape for each in ANALYZED.model_spec.trainable}
+    factors = {each.key.removeprefix(f"{FACTOR}/"): each.shape for each in specs if not each.param}
+    assert factors == {name: (2, shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+    assert {each.param for each in specs if each.param} == shapes.keys()
+
+
+def test_messages_fit_the_shard_that_needs_most():
+    codec = PowerSGDCompression(rank=1)
+    strategies, mesh = hybrid(2)
+    plan = mw.make_plan(ANALYZED, tiny_job(), mesh, (*strategies, codec), 2)
+    sums = {
+        (rank, action.name): CodedSum.of(action, action.transfer, plan.for_rank(rank).view)
+        for rank in range(mesh.world_size)
+        for action in plan.for_rank(rank).actions
+        if action.transfer is not None and action.transfer.carried_by
+    }
+    needed = {}
+    for (_, name), each in sums.items():
+        layout = FactorLayout.of(each.parts, 1)
+        sent = [-(-numel // 3) for numel in (layout.first_numel, layout.second_numel)]
+        needed[name] = [max(pair) for pair in zip(needed.get(name, sent), sent, strict=True)]
+    for (_, name), each in sums.items():
+        gathered = [m.nbytes // 8 for m in each.transfer.messages if m.collective == "all_gather"]
+        assert gathered == [numel for numel in needed[name] if numel], name
+    assert len({each.parts for each in sums.values()}) > len(needed), "shards differ"
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "fix"),
+    [
+        ({"rank": 0}, "rank = 0", "at least 1"),
+        ({"rank": 9}, "rank = 9, and factors of no matrix are smaller", "use rank = 4 or less"),
+        ({"params": ("*.bias",)}, "factors of no matrix", "choose matrices with params"),
+        ({"error_feedback": False}, "directions that are never sent would be lost", 'use mode = "int8"'),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_repair(options: dict[str, object], told: str, fix: str):
+    strategies, mesh = DDP3
+    with pytest.raises(PlanError) as refused:
+        mw.make_plan(ANALYZED, tiny_job(), mesh, (*strategies, PowerSGDCompression(**options)))
+    assert told in str(refused.value)
+    assert fix in str(refused.value)
