@@ -94,7 +94,8 @@ def result(rounds: Rounds) -> Result:
     """Returns the result of these rounds."""
     found = {
         name: tuple(
-            compare(rounds, name, base=UNIT, twin=TWIN, bar=bar, figure=figure) for figure in ("cpu_s", "wall_s")
+            compare(rounds, name, base=UNIT, twin=TWIN, bar=bar, figure=figure)
+            for figure in ("cpu_s", "wall_s")
         )
         for name, (bar, _) in SIDES.items()
     }

@@ -21,8 +21,8 @@ change from step to step.
 
 Sent per rank, K of N elements: reduce-scatter 8 K (n-1) / n, all-reduce (n-1) / n (8 K + min(8 n K, 4 N)).
 Cost: a pass over the gradients beside that for residuals; a residual of 4 bytes per element.
-Limits: with many ranks or large k sums travel as floats, half of an all-reduce: then a reduce-scatter (zero)
-is what gains. What is not finite is above all numbers: it is sent, so that the loss guard sees it.
+Limits: with many ranks or large k sums travel as floats, half of an all-reduce: then reduce-scatters (zero)
+gain. What is not finite is above all numbers: it is sent, so that the loss guard sees it.
 Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887 (sampled threshold, section 3.1; momentum
 correction, algorithm 1); Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599.
 """
