@@ -66,6 +66,9 @@ class SlicedCodec(GradientCompression):
     def decode_sum(self, codes: torch.Tensor, output: torch.Tensor) -> None:
         """Writes what the codes of a sum say into the flat `output`, of any float dtype."""
 
+    def end_momenta(self, operand: CodedOperand, codes: torch.Tensor) -> None:
+        """Ends the momenta of what `codes` carry, uint8 [ranks, slice_nbytes]; by default there are none."""
+
     def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
         num_ranks, part = coded_sum.num_ranks, slice_numel(coded_sum.numel, coded_sum.num_ranks)
         coded = replace(coded_sum.transfer, collective="all_to_all", algorithm="backend", dtype="uint8")
@@ -89,6 +92,8 @@ class SlicedCodec(GradientCompression):
         codes = torch.zeros(size, self.slice_nbytes(numel), dtype=torch.uint8, device=values.device)
         for rank, part in enumerate(slices):
             self.encode_slice(part, codes[rank], operand.key + rank)
+        operand.record_dropped()
+        self.end_momenta(operand, codes)
         arrived = torch.empty_like(codes)
         yield of_peers(codes, index), of_peers(arrived, index)
         arrived[index] = codes[index]

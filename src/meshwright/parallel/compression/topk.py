@@ -27,21 +27,27 @@ Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887 (sampled t
 correction, algorithm 1); Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import ClassVar
 
 import torch
 
 from meshwright.model.tensors.counter_rng import chunk_numel, uniform
-from meshwright.parallel.compression.sliced_sums import SlicedCodec
-from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import Constraint
+from meshwright.parallel.compression.residuals import CodedOperand
+from meshwright.parallel.compression.sliced_sums import SlicedCodec, slice_numel
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.field_constraints import Constraint, at_least, below_one
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.program import Program
+from meshwright.plan.step.single_device_program import stepped_microbatches
+from meshwright.plan.strategy_state import StateSpec
 
 PAIR_NBYTES, VALUE_NBYTES = 8, 4  # a value and its index; a value
+MOMENTUM = "momentum"  # the name of the state that holds the momenta
 SAMPLE = 1 << 14  # magnitudes that tell a threshold: 164 of them exceed that of 1 %, give or take 13
 DENSITY = Constraint(
     "number above 0 and below 0.5 (a value with its index takes 8 bytes, and 4 alone)",
@@ -56,14 +62,87 @@ class TopKCompression(SlicedCodec):
 
     mode: ClassVar[str] = "topk"
     density: float = field(default=0.01, metadata={"constraint": DENSITY})
+    momentum: float = field(default=0.0, metadata=below_one())
+    local_clip: float = field(default=0.0, metadata=at_least(0))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from super().check(job, sharding)
+        location = f"strategies.{self.name}"
         if not self.error_feedback:
             text = "error_feedback = False with topk: small elements would never be applied"
-            yield Diagnostic(
-                text, 'remove it, or use mode = "int8"', f"strategies.{self.name}.error_feedback"
-            )
+            yield Diagnostic(text, 'remove it, or use mode = "int8"', f"{location}.error_feedback")
+        if not self.momentum:
+            return
+        rules = {job.optimizer.name, *(group.name for group in job.optimizer.groups if group.name)}
+        if others := sorted(rules - {"sgd"}):
+            text = f"momentum = {self.momentum} before codes, and {', '.join(others)} has its own averages"
+            yield Diagnostic(text, 'remove it, or set optimizer.name = "sgd"', f"{location}.momentum")
+        if self.exact_steps:
+            text = f"momentum before codes, and the first {self.exact_steps} steps have no codes"
+            yield Diagnostic(text, "remove exact_steps or momentum", f"{location}.exact_steps")
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from super().check_combined(sharding)
+        trained = [each for each in sharding.param_shardings if each.param.trainable]
+        exact = [each.param.name for each in trained if not self._selects(each, sharding)]
+        if self.momentum and exact:
+            text = f"momentum before codes, and {len(exact)} parameters are summed exactly ({exact[0]} ...)"
+            fix = "remove momentum, and set optimizer.momentum; or choose all parameters"
+            yield Diagnostic(text, fix, f"strategies.{self.name}.momentum")
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if self.momentum and any(stepped_microbatches(role.actions) for role in program.roles):
+            text = "momentum before codes decays once in a step, and here each microbatch is an update"
+            fix = "remove momentum, and set optimizer.momentum; or use another schedule"
+            raise PlanError(text, fix=fix, location=f"strategies.{self.name}.momentum")
+        return super().rewrite(program, view, job)
+
+    def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
+        residuals = tuple(super().states(view, job))
+        momenta = (replace(each, name=MOMENTUM) for each in residuals)
+        return (*residuals, *momenta) if self.momentum else residuals
+
+    def prepare(self, operand: CodedOperand) -> None:
+        operand.decay = self.momentum
+        for name, gradient in operand.by_param.items() if operand.after else ():
+            if self.local_clip:
+                limit = self.local_clip * operand.scale / sqrt(operand.num_ranks)
+                clipped = gradient * (limit / gradient.norm()).clamp_(max=1)  # NaN stays NaN
+                if operand.is_observed:
+                    operand.clipped[name] = (gradient - clipped) / operand.scale
+                gradient.copy_(clipped)
+            if self.momentum:
+                self._add_momentum(operand, name, gradient)
+
+    def _add_momentum(self, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
+        """Adds the momentum of the step before, once in a step, and keeps it with what is new."""
+        key = f"{MOMENTUM}/{name}"
+        before, after = operand.before[key].view(-1), operand.after[key].view(-1)
+        begins = name in operand.begins
+        earlier = before * self.momentum if begins else before.clone()
+        torch.div(gradient, operand.scale, out=after).add_(earlier)
+        if begins:
+            gradient.add_(earlier, alpha=operand.scale)
+        if operand.is_observed:
+            operand.momenta[name] = after.clone()
+
+    def end_momenta(self, operand: CodedOperand, codes: torch.Tensor) -> None:
+        numel = slice_numel(len(operand.values), operand.num_ranks)
+        if not self.momentum or not operand.after:
+            return
+        lengths = (max(0, min(numel, len(operand.values) - rank * numel)) for rank in range(len(codes)))
+        sent = torch.cat(
+            [
+                _pairs(row)[1][: self.num_kept(length)] + rank * numel
+                for rank, (row, length) in enumerate(zip(codes, lengths, strict=True))
+            ]
+        )
+        sent = sent.sort().values
+        for name, gradient in operand.by_param.items():
+            begin = operand.place(name)
+            ends = torch.tensor((begin, begin + gradient.numel()), device=sent.device)
+            first, last = torch.searchsorted(sent, ends).tolist()
+            operand.after[f"{MOMENTUM}/{name}"].view(-1)[sent[first:last] - begin] = 0
 
     def num_kept(self, numel: int) -> int:
         """Returns k: how many elements of a slice of `numel` travel."""
