@@ -8,7 +8,9 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.topk import TopKCompression
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
@@ -41,9 +43,18 @@ def on_ranks(plan: Plan, play: Callable[[World, StepExecutor], object]) -> list:
     return run_on_threads(run, plan.mesh)
 
 
-@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
-def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str):
-    plan = coded_plan(Int8Compression(), arrangement, guard=LossGuard("skip", window=2))
+MOMENTUM = TopKCompression(density=0.2, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("codec", "arrangement"),
+    [
+        *((Int8Compression(), each) for each in ("ddp", "zero 2", "hybrid")),
+        *((MOMENTUM, each) for each in ("ddp", "zero 2")),
+    ],
+)
+def test_a_step_that_the_guard_leaves_out_keeps_every_bit(codec: GradientCompression, arrangement: str):
+    plan = coded_plan(codec, arrangement, guard=LossGuard("skip", window=2))
 
     def play(world: World, executor: StepExecutor) -> None:
         for _ in range(2):
@@ -75,12 +86,14 @@ def test_a_step_in_which_nothing_counts_keeps_every_bit():
 
 def owed(folder: Path) -> dict[str, torch.Tensor]:
     saved, _ = load_tensors(folder)
-    found = {name: saved[name] for name in saved if name.startswith("state/compress/residual/")}
+    found = {name: saved[name] for name in saved if name.startswith("state/compress/")}
     return {name: value.sum(0) for name, value in found.items()}
 
 
-def test_other_ranks_owe_the_same_in_sum(tmp_path: Path):
-    plan = coded_plan(Int8Compression())
+@pytest.mark.parametrize("codec", [Int8Compression(), MOMENTUM])
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_other_ranks_owe_the_same_in_sum(codec: GradientCompression, ranks: int, tmp_path: Path):
+    plan = coded_plan(codec)
 
     def save(world: World, executor: StepExecutor) -> None:
         for _ in range(2):
@@ -92,7 +105,7 @@ def test_other_ranks_owe_the_same_in_sum(tmp_path: Path):
         save_tensors(tmp_path / "two", 2, executor.state_dict(), {}, world.group(AXES), keep=9)
 
     on_ranks(plan, save)
-    on_ranks(plan_of(ANALYZED, 2, (*plan.strategies[:2], Int8Compression())), load_and_save)
+    on_ranks(plan_of(ANALYZED, ranks, plan.strategies), load_and_save)
     before, after = owed(tmp_path / "step-00000002"), owed(tmp_path / "two" / "step-00000002")
     assert any(each.any() for each in before.values())
     for name, each in before.items():

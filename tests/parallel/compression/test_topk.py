@@ -8,9 +8,11 @@ from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.parallel.compression.topk import SAMPLE, TopKCompression, largest, magnitudes
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.compression.coded_plans import (
+    ANALYZED,
     ARRANGEMENTS,
     check_plan,
     coded_plan,
@@ -18,6 +20,7 @@ from tests.parallel.compression.coded_plans import (
     decoded,
     samples,
 )
+from tests.tiny_model import case_of, verdict_of
 
 AXIS = ("dp_replicate",)
 CASES = {
@@ -164,3 +167,124 @@ def test_a_plan_says_its_bytes():
         part = -(-transfer.nbytes // 8 // 3)  # float64
         kept = max(1, round(0.1 * part))
         assert [each.nbytes for each in transfer.messages] == [3 * 8 * kept, min(3 * 8 * kept, 4 * part)]
+
+
+def paper_step(
+    gradients: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    residuals: list[torch.Tensor],
+    codec: TopKCompression,
+    *,
+    begins: bool,
+) -> torch.Tensor:
+    """What Deep Gradient Compression sums (algorithms 1 and 4), rank by rank, in place."""
+    total = torch.zeros_like(gradients[0])
+    for gradient, u, v in zip(gradients, momenta, residuals, strict=True):
+        norm, limit = gradient.norm(), codec.local_clip / len(gradients) ** 0.5
+        clipped = gradient * min(1.0, limit / norm.item())
+        u.mul_(codec.momentum if begins else 1.0).add_(clipped)
+        v.add_(u if begins else clipped)
+        for begin, part in zip((0, 20, 40), v.split(20), strict=True):
+            sent = first_largest(part, codec.num_kept(20)) + begin
+            total[sent] += v[sent]
+            v[sent] = u[sent] = 0.0
+    return total
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_momentum_and_clipping_are_those_of_the_paper(scale: float):
+    size, numel, codec = 3, 60, TopKCompression(density=0.1, momentum=0.9, local_clip=2.0)
+    steps = [
+        [torch.randn(numel, generator=torch.Generator().manual_seed(10 * i + r)) for r in range(size)]
+        for i in range(6)
+    ]
+    summed = coded_sum(torch.empty(numel), size, w=(numel,))
+
+    def play(world: World) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        momentum, residual, found = torch.zeros(numel), torch.zeros(numel), []
+        for i, gradients in enumerate(steps):
+            values = gradients[world.rank] * scale
+            states = {"momentum/w": momentum}
+            operand = CodedOperand(
+                summed,
+                values,
+                {"w": values},
+                values,
+                world.rank,
+                i,
+                scale,
+                {"w": residual},
+                {"w": residual},
+                before=states,
+                after=states,
+                begins=frozenset("w" if i % 2 == 0 else ""),
+            )
+            codec.prepare(operand)
+            operand.add_owed()
+            messages = codec.messages(summed)
+            sent = [ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in messages]
+            world.group(AXIS).exchange(codec.sum_rounds(operand), sent, action="REDUCE").wait()
+            found.append(values / scale)
+        return found, momentum, residual
+
+    played = run_on_threads(play, Mesh(dp_replicate=size))
+    momenta, residuals = ([torch.zeros(numel) for _ in range(size)] for _ in range(2))
+    for i, gradients in enumerate(steps):
+        total = paper_step(gradients, momenta, residuals, codec, begins=i % 2 == 0)
+        for found, _, _ in played:
+            torch.testing.assert_close(found[i], total, rtol=1e-5, atol=1e-6)
+    for rank, (_, momentum, residual) in enumerate(played):
+        torch.testing.assert_close(momentum, momenta[rank], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(residual, residuals[rank], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
+def test_ranks_add_momentum_and_clip_as_one_device_is_told(arrangement: str):
+    check_plan(TopKCompression(density=0.2, momentum=0.7, local_clip=0.05), arrangement)
+
+
+def end_elsewhere(codec: TopKCompression, operand: CodedOperand, codes: torch.Tensor) -> None:
+    for key, each in operand.after.items():
+        if key.startswith("momentum/") and each.numel():
+            each.view(-1)[0] = 0
+
+
+def add_twice(codec: TopKCompression, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
+    add_momentum(codec, operand, name, gradient)
+    operand.after[f"momentum/{name}"].mul_(2)
+
+
+def add_always(codec: TopKCompression, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
+    operand.begins = frozenset(operand.by_param)
+    add_momentum(codec, operand, name, gradient)
+
+
+add_momentum = TopKCompression._add_momentum
+FAULTS = {
+    "momentum never ends": ("end_momenta", lambda codec, operand, codes: None),
+    "momentum of another element ends": ("end_momenta", end_elsewhere),
+    "momentum is doubled": ("_add_momentum", add_twice),
+    "momentum decays with each microbatch": ("_add_momentum", add_always),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_momentum_is_found(fault: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TopKCompression, *FAULTS[fault])
+    plan = coded_plan(TopKCompression(density=0.2, momentum=0.7), "zero 2")
+    assert not verdict_of(case_of(ANALYZED, plan), steps=2).passed
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"exact_steps": 2}, "the first 2 steps have no codes"),
+        ({"params": ("layers.*",)}, r"parameters are summed exactly \(embed.weight"),
+        ({"optimizer": OptimizerConfig("adamw")}, "adamw has its own averages"),
+    ],
+)
+def test_momentum_that_cannot_be_exact_is_refused(options: dict, told: str):
+    job = {key: options.pop(key) for key in ("optimizer",) if key in options}
+    with pytest.raises(PlanError, match=told) as refused:
+        coded_plan(TopKCompression(momentum=0.5, **options), **job)
+    assert all(each.fix for each in refused.value.diagnostics)

@@ -12,17 +12,27 @@ they have grown: error feedback is what makes it converge, and nothing is lost.
     codes of a slice: [k values, float32][k indices, int32]        c = 8 k
     codes of a sum:   [n k values][n k indices], or [values]       s = min(8 n k, 4 m)
 
+`momentum` moves the momentum of SGD before the codes (*momentum correction*): what waits has grown by as much
+as it would have. `local_clip` scales the gradient of a parameter on a rank to that norm / sqrt(n) at most:
+
+    g = clip(gradient)     u = momentum x u + g     v = residual + u     v is coded; u = 0 where v is sent
+
+Where each microbatch is reduced on its own (zero 2 and 3), u decays with the first one of a step, and v takes
+the g of each later one. u is in unscaled gradients, P as a residual, and kept to the bit by a step that is
+left out. Clipping is of what one sum takes: a slice under tensor parallelism, a shard behind an exact sum.
+
 Selection is exact, and costs little more than one pass: the magnitudes of a random sample of 16384 elements
 say which threshold somewhat more than k elements exceed; of these the k largest are taken. Where too few
 exceed it, a lower one is taken: the sample decides the time, never the choice. Of equal magnitudes the first
 ones are taken; a slice with fewer than k elements that are not 0 sends zeros. So every message has the size
 that the plan states. Steps before density is that low (the paper's warm-up) are `exact_steps`: sizes do not
-change from step to step.
+change from step to step, and with `momentum` there are none of them.
 
 Sent per rank, K of N elements: reduce-scatter 8 K (n-1) / n, all-reduce (n-1) / n (8 K + min(8 n K, 4 N)).
-Cost: a pass over the gradients beside that for residuals; a residual of 4 bytes per element.
+Cost: a pass over the gradients beside that for residuals; 4 bytes per element, or 8 with `momentum`.
 Limits: with many ranks or large k sums travel as floats, half of an all-reduce: then reduce-scatters (zero)
-gain. What is not finite is above all numbers: it is sent, so that the loss guard sees it.
+gain. What is not finite is above all numbers: it is sent, so that the loss guard sees it. `momentum` is for
+SGD, of which `optimizer.momentum` then stays 0, and needs all parameters coded and one update per step.
 Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887 (sampled threshold, section 3.1; momentum
 correction, algorithm 1); Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599.
 """
@@ -58,7 +68,11 @@ DENSITY = Constraint(
 
 @dataclass(frozen=True)
 class TopKCompression(SlicedCodec):
-    """Sums the `density` x elements of largest magnitude of each slice of the gradients."""
+    """Sums the `density` x elements of largest magnitude of each slice of the gradients.
+
+    With `momentum`, that of SGD is added before; `local_clip` bounds the norm of the gradient of a parameter
+    on a rank, times the root of the ranks; 0: neither.
+    """
 
     mode: ClassVar[str] = "topk"
     density: float = field(default=0.01, metadata={"constraint": DENSITY})
@@ -106,25 +120,28 @@ class TopKCompression(SlicedCodec):
         operand.decay = self.momentum
         for name, gradient in operand.by_param.items() if operand.after else ():
             if self.local_clip:
-                limit = self.local_clip * operand.scale / sqrt(operand.num_ranks)
-                clipped = gradient * (limit / gradient.norm()).clamp_(max=1)  # NaN stays NaN
-                if operand.is_observed:
-                    operand.clipped[name] = (gradient - clipped) / operand.scale
-                gradient.copy_(clipped)
+                self._clip(operand, name, gradient)
             if self.momentum:
                 self._add_momentum(operand, name, gradient)
 
-    def _add_momentum(self, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
-        """Adds the momentum of the step before, once in a step, and keeps it with what is new."""
-        key = f"{MOMENTUM}/{name}"
-        before, after = operand.before[key].view(-1), operand.after[key].view(-1)
-        begins = name in operand.begins
-        earlier = before * self.momentum if begins else before.clone()
-        torch.div(gradient, operand.scale, out=after).add_(earlier)
-        if begins:
-            gradient.add_(earlier, alpha=operand.scale)
+    def _clip(self, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
+        """Scales the gradient of this rank to a norm of at most local_clip / sqrt(ranks)."""
+        limit = self.local_clip * operand.scale / sqrt(operand.num_ranks)
+        factor = (limit / gradient.norm()).clamp_(max=1)  # NaN for NaN, and 0 x infinity is NaN too
         if operand.is_observed:
-            operand.momenta[name] = after.clone()
+            operand.clipped[name] = (gradient - gradient * factor) / operand.scale
+        gradient.mul_(factor)
+
+    def _add_momentum(self, operand: CodedOperand, name: str, gradient: torch.Tensor) -> None:
+        """Adds the gradient to the momentum, and to the gradient, once in a step, the momentum before it."""
+        key, begins = f"{MOMENTUM}/{name}", name in operand.begins
+        before, momentum = operand.before[key].view(-1), operand.after[key].view(-1)
+        torch.mul(before, self.momentum if begins else 1.0, out=momentum)
+        momentum.add_(gradient, alpha=1.0 / operand.scale)
+        if begins:
+            torch.mul(momentum, operand.scale, out=gradient)
+        if operand.is_observed:
+            operand.momenta[name] = momentum.clone()
 
     def end_momenta(self, operand: CodedOperand, codes: torch.Tensor) -> None:
         numel = slice_numel(len(operand.values), operand.num_ranks)
