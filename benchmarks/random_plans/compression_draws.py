@@ -16,7 +16,7 @@ OPTIONS: Mapping[str, Callable[[Random], dict[str, object]]] = MappingProxyType(
         "int8": lambda rng: {"rounding": rng.choice(ROUNDINGS)},
         "int4": lambda rng: {"rounding": rng.choice(ROUNDINGS)},
         "sign": lambda rng: {},
-        "topk": lambda rng: {"ratio": rng.choice((0.01, 0.1, 0.5))},
+        "topk": lambda rng: {"density": rng.choice((0.01, 0.1, 0.4))},
         "powersgd": lambda rng: {"rank": rng.choice((1, 2))},
     }
 )

@@ -30,6 +30,7 @@ SHARED = (
     "context/context_parallel_strategy",
     "compression/block_codes",
     "compression/residuals",
+    "compression/sliced_sums",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",

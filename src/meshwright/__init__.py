@@ -33,6 +33,7 @@ _MODULES = {
     "meshwright.parallel.compression.int8": ("Int8Compression",),
     "meshwright.parallel.compression.powersgd": ("PowerSGDCompression",),
     "meshwright.parallel.compression.sign": ("SignCompression",),
+    "meshwright.parallel.compression.topk": ("TopKCompression",),
     "meshwright.parallel.context.hybrid": ("HybridContextParallel",),
     "meshwright.parallel.context.ring": ("RingAttention",),
     "meshwright.parallel.context.ulysses": ("Ulysses",),

@@ -16,6 +16,7 @@ from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
 from meshwright.parallel.compression.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.sign import SignCompression
+from meshwright.parallel.compression.topk import TopKCompression
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -92,5 +93,6 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         CastCompression,
         SignCompression,
         PowerSGDCompression,
+        TopKCompression,
     )
 )

@@ -45,7 +45,8 @@ class ObservedSum:
 
     `input` is what this rank put in, flat; `output` the sum, or its slice; `lost`, by parameter, what its
     codes lost, a summand along the axes of `layouts`. `is_owed`: it comes later. `defined_sum(inputs)` is
-    what the technique defines as the sum of the inputs of all ranks.
+    what the technique defines as the sum of the inputs of all ranks. `clipped` is what local clipping took
+    from the gradient before. With `momentum`, momenta are added before codes; of those, `dropped` have ended.
     """
 
     axes: tuple[str, ...]
@@ -55,6 +56,9 @@ class ObservedSum:
     layouts: Mapping[str, Layout]
     is_owed: bool
     defined_sum: "Callable[[Sequence[torch.Tensor]], torch.Tensor]"
+    clipped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
+    dropped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
+    momentum: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ sum equals what its technique defines (engine/step/observed_sums.py), and nothin
 what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
 train once beforehand and report what each step `lost`: the change of all they owe, or, where nothing is owed,
 what codes lost. The reference steps with its own gradient less that; every number of the ranks must equal it.
+Where momentum is added before codes, the reference has its own; the ranks report which of it ended.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,13 @@ from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
-from meshwright.engine.step.observed_sums import largest_sum_error, owed_sums, unowed_sums
+from meshwright.engine.step.observed_sums import (
+    LocalChanges,
+    largest_sum_error,
+    local_changes,
+    owed_sums,
+    unowed_sums,
+)
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
@@ -95,11 +102,12 @@ class Reference:
 @dataclass(frozen=True)
 class LostStep:
     """What the sums of codes of one step left out of each gradient, all ranks together; and the largest error
-    of such a sum, relative, against what its technique defines.
+    of such a sum, relative, against what its technique defines. `before` is what ranks did before codes.
     """
 
     lost: TensorsByName
     error: float
+    before: LocalChanges = LocalChanges()
 
 
 def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[LostStep, ...]:
@@ -123,7 +131,7 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
                 lost = {name: each - before[name] if before else each for name, each in owed.items()}
                 for name, each in unowed_sums(state).items():
                     lost[name] = lost[name] + each if name in lost else each
-                steps.append(LostStep(lost, largest_sum_error(state)))
+                steps.append(LostStep(lost, largest_sum_error(state), local_changes(state)))
                 before = owed
                 state.observed_sums = []
     finally:
@@ -160,10 +168,12 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
     recorder = ChoiceRecorder(lambda: len(reference.steps))
     if replay is None:
         recorder.attach(subject.module, model_spec.experts_calls)
+    momenta = dict[str, torch.Tensor]()  # those that are added before codes
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
             break
+        updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor(plan.job.lr_schedule, step, plan.job.train.steps)
         if replay is not None:
@@ -172,10 +182,10 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(parity_case, subject, rng, batch, step)
         _backward(loss)
-        gradients = _gradients(subject, lost[step].lost if lost else {})
+        missing = _missing(subject, lost[step], momenta) if lost and updates else {}
+        gradients = _gradients(subject, missing)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
         update(optimizer, updates)
         for end_step in step_ends:
             end_step(updates)
@@ -321,6 +331,20 @@ def _gradients(subject: TrainedModule, lost: Mapping[str, torch.Tensor] = NOTHIN
         if gradient is not None:
             gradient.sub_(missing)
     return {name: p.grad.clone() for name, p in subject.trainable_parameters.items() if p.grad is not None}
+
+
+def _missing(subject: TrainedModule, step: LostStep, momenta: TensorsByName) -> TensorsByName:
+    """Returns what the step of ranks leaves out of each gradient; `momenta` become those after the step."""
+    missing, before = dict(step.lost), step.before
+    for name, clipped in before.clipped.items():
+        missing[name] = missing[name] + clipped
+    for name, dropped in before.dropped.items():
+        gradient, clipped = subject.trainable_parameters[name].grad, before.clipped.get(name, 0.0)
+        new = (torch.zeros_like(dropped) if gradient is None else gradient) - clipped
+        decayed = before.momentum * momenta.get(name, torch.zeros_like(new))
+        missing[name] = missing[name] - decayed
+        momenta[name] = decayed + new - dropped
+    return missing
 
 
 def _loss(

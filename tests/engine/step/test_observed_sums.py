@@ -58,13 +58,13 @@ def mean_for_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lost_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = BlockCodec._encode
+    encode = BlockCodec.encode_slice
 
     def faulty(self: BlockCodec, values: torch.Tensor, codes: torch.Tensor, key: int) -> None:
         encode(self, values, codes, key)
         values.zero_()
 
-    monkeypatch.setattr(BlockCodec, "_encode", faulty)
+    monkeypatch.setattr(BlockCodec, "encode_slice", faulty)
 
 
 def another_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.compression.int8 import Int8Compression
 from meshwright.parallel.compression.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.topk import TopKCompression
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
@@ -43,11 +44,20 @@ def on_ranks(plan: Plan, play: Callable[[World, StepExecutor], object]) -> list:
     return run_on_threads(run, plan.mesh)
 
 
-CODECS = {"int8": Int8Compression(), "powersgd": PowerSGDCompression(rank=1)}
+CODECS = {
+    "int8": Int8Compression(),
+    "powersgd": PowerSGDCompression(rank=1),
+    "topk": TopKCompression(density=0.2, momentum=0.5),
+}
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
+@pytest.mark.parametrize(
+    ("codec", "arrangement"),
+    [
+        *((codec, each) for codec in ("int8", "powersgd") for each in ("ddp", "zero 2", "hybrid")),
+        *(("topk", each) for each in ("ddp", "zero 2")),
+    ],
+)
 def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str, codec: str):
     plan = coded_plan(CODECS[codec], arrangement, guard=LossGuard("skip", window=2))
 
@@ -117,6 +127,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(arrangement: s
 
 RESUMED = {
     "2 ranks": lambda codec: plan_of(ANALYZED, 2, (mw.BatchSplit(), mw.DDP(), codec)),
+    "6 ranks": lambda codec: plan_of(ANALYZED, 6, (mw.BatchSplit(), mw.DDP(), codec)),
     "zero 2": lambda codec: coded_plan(codec, "zero 2"),
     "hybrid": lambda codec: coded_plan(codec, "hybrid"),
 }
@@ -127,6 +138,8 @@ RESUMED = {
     [
         ("ddp", "int8", "2 ranks", "int8"),
         ("ddp", "powersgd", "2 ranks", "powersgd"),
+        ("ddp", "topk", "2 ranks", "topk"),
+        ("ddp", "topk", "6 ranks", "topk"),
         ("ddp", "powersgd", "hybrid", "powersgd"),
         ("hybrid", "powersgd", "zero 2", "powersgd"),
         ("zero 2", "int8", "hybrid", "powersgd"),

@@ -23,9 +23,20 @@ static inline float largest_magnitude(const float *x, size_t n) {
     return magnitude;
 }
 
+/* A normal scale: then no step is NaN, or above 127 by more than rounding takes away. */
+static inline int is_normal(float scale) { return scale >= 0x1p-126f && scale <= 0x1.fffffep127f; }
+
 static inline void encode_block(float *restrict x, int8_t *restrict code, char *to, size_t n) {
     float scale = largest_magnitude(x, n) / LARGEST_CODE, steps = 1.0f / scale;
     memcpy(to, &scale, 4); /* at any address */
+    if (is_normal(scale)) { /* without the checks below: half the time */
+        for (size_t i = 0; i < n; i++) {
+            float step = rintf(x[i] * steps);
+            code[i] = (int8_t)(int32_t)step;
+            x[i] -= step * scale;
+        }
+        return;
+    }
     for (size_t i = 0; i < n; i++) {
         float step = rintf(x[i] * steps);
         step = step == step ? step : 0.0f;

@@ -4,12 +4,15 @@
                    the inputs of all ranks, without messages
     owed           what all ranks together owe to each parameter, as a logical tensor: the sum of residuals
     unowed         what codes lost in this step, and no rank owes: without error feedback
+    clipped        what local clipping took from the gradients
+    dropped        the momenta that have ended, where momentum is added before codes
 
 All ranks call these functions, after a step and beside its program. The verifier does
 (verifier/reference.py), for a rank whose state has `observed_sums`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,10 +38,39 @@ def owed_sums(state: RankState) -> dict[str, torch.Tensor]:
 
 def unowed_sums(state: RankState) -> dict[str, torch.Tensor]:
     """Returns what codes have lost in this step, and no rank owes."""
+    return _step_sums(state, lambda observed: {} if observed.is_owed else observed.lost)
+
+
+@dataclass(frozen=True)
+class LocalChanges:
+    """What ranks did to their gradients before codes, all together: `clipped` of them, and the momenta that
+    they added, times `momentum`; of those, `dropped` have ended in this step.
+    """
+
+    momentum: float = 0.0
+    clipped: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dropped: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def local_changes(state: RankState) -> LocalChanges:
+    """Returns what ranks did to their gradients before codes in this step."""
+    observed = state.observed_sums or ()
+    momentum = _largest(state, max((each.momentum for each in observed), default=0.0))
+    clips = _largest(state, float(any(each.clipped for each in observed)))
+    return LocalChanges(
+        momentum,
+        _step_sums(state, lambda each: each.clipped) if clips else {},
+        _step_sums(state, lambda each: each.dropped) if momentum else {},
+    )
+
+
+def _step_sums(
+    state: RankState, part: Callable[[ObservedSum], Mapping[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     summands, layouts = dict[str, torch.Tensor](), dict[str, Layout]()
     for observed in state.observed_sums or ():
-        for name, lost in observed.lost.items() if not observed.is_owed else ():
-            summands[name] = lost + summands[name] if name in summands else lost
+        for name, each in part(observed).items():
+            summands[name] = each + summands[name] if name in summands else each
             layouts[name] = observed.layouts[name]
     return _logical_sums(state, summands, layouts)
 
@@ -71,9 +103,12 @@ def _logical_sums(
 
 def largest_sum_error(state: RankState) -> float:
     """Returns the largest error of any sum of this step on any rank, relative to the largest element."""
-    errors = [_error(state, each) for each in state.observed_sums or ()]
-    mine = torch.tensor([max(errors, default=0.0)], dtype=torch.float64)
-    group = state.world.group(AXES)
+    return _largest(state, max((_error(state, each) for each in state.observed_sums or ()), default=0.0))
+
+
+def _largest(state: RankState, value: float) -> float:
+    """Returns the largest `value` of any rank."""
+    mine, group = torch.tensor([value], dtype=torch.float64), state.world.group(AXES)
     found = mine.new_empty(group.size)
     group.all_gather(found, mine, action=ACTION).wait()
     return float("nan") if found.isnan().any() else found.max().item()

@@ -106,6 +106,9 @@ class GradientCompression(Strategy):
         what the sum changes.
         """
 
+    def prepare(self, operand: CodedOperand) -> None:
+        """Changes the gradients in `operand.values` before what is owed is added to them; by default not."""
+
     @abstractmethod
     def scratch_nbytes(self, coded_sum: CodedSum) -> int:
         """Returns the bytes that a rank takes for the sum beside its operand, while it lasts."""

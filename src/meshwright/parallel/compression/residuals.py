@@ -1,5 +1,6 @@
 """Runs sums of codes: adds to each gradient what is owed to it, and keeps what its codes lose.
 
+    prepare    gradients, as the codec changes them           local clipping, momentum
     add        values = gradients + residual * loss scale      in the operand, or in a wider copy of it
     exchange   the rounds of the codec: it leaves in `values` what its codes lost
     keep       residual = values / loss scale                  at once, or, where the step may be left out,
@@ -41,6 +42,11 @@ class CodedOperand:
     it may be memory of `values`. `index` is this rank's in the group. `key` is for random numbers: another
     one for each rank, sum and step. `before` are the states that the codec keeps beside residuals, by key;
     `after` takes them as the sum leaves them, where they are kept: none of a step in which nothing counts.
+    `begins` are the parameters of which this is the first sum of the step that counts.
+
+    An observed sum knows what was `put_in`; by parameter, `lost` is what codes lost, `clipped` what local
+    clipping took away, `momenta` those of the step before, times `decay`, with the gradient, and `dropped`
+    those of them that have ended.
     """
 
     coded_sum: CodedSum
@@ -56,6 +62,12 @@ class CodedOperand:
     lost: Mapping[str, torch.Tensor] = field(default_factory=dict)  # if it is observed
     before: Mapping[str, torch.Tensor] = field(default_factory=dict)
     after: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    begins: frozenset[str] = frozenset()
+    clipped: MutableMapping[str, torch.Tensor] = field(default_factory=dict)
+    momenta: MutableMapping[str, torch.Tensor] = field(default_factory=dict)
+    dropped: MutableMapping[str, torch.Tensor] = field(default_factory=dict)
+    put_in: torch.Tensor | None = None
+    decay: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -71,6 +83,17 @@ class CodedOperand:
         """Adds to the gradients what is owed to them."""
         for name, residual in self.owed.items():
             self.by_param[name].add_(residual.view(-1), alpha=self.scale)
+
+    def place(self, name: str) -> int:
+        """Returns where a parameter begins in `values`."""
+        return self.by_param[name].storage_offset() - self.values.storage_offset()
+
+    def record_dropped(self) -> None:
+        """Records the momenta of elements that codes carry: where `values` are no longer what was put in."""
+        for name, momentum in self.momenta.items() if self.put_in is not None else ():
+            begin = self.place(name)
+            before = self.put_in[begin : begin + momentum.numel()]
+            self.dropped[name] = momentum.where(before != self.by_param[name], 0.0)
 
     def clear_padding(self) -> None:
         """Makes the sum zero where no parameter lies: there a code may say something else, as a sign does."""
@@ -107,7 +130,8 @@ class CodedSums:
         for key, each in runtime.tensors.items():
             self._states.setdefault(split_state_key(key)[1], {})[key] = each
         self._pending = dict[str, dict[str, torch.Tensor]]()  # the new states, until STEP has decided
-        self._step: object = None  # the state of the step which they belong to
+        self._begun = set[str]()  # the parameters of which a sum has counted in this step
+        self._step: object = None  # the state of the step which these belong to
         self._defined = DefinedStates()
 
     def wrap_reduce(self, handler: Handler) -> Handler:
@@ -143,10 +167,11 @@ class CodedSums:
         return step
 
     def _rounds(self, operand: CodedOperand, action: Action, group: Group) -> Rounds:
+        self._codec.prepare(operand)
         operand.add_owed()
         values = operand.values
         if operand.is_observed:
-            values = values.clone()
+            operand.put_in = values = values.clone()
             self._defined.record_first(operand.before)
         yield from self._codec.sum_rounds(operand)
         if self._state.observed_sums is not None:
@@ -162,6 +187,9 @@ class CodedSums:
                 },
                 bool(operand.kept),
                 partial(self._defined_sum, action, group, operand, self._state.step),
+                operand.clipped,
+                operand.dropped,
+                operand.decay,
             )
             self._state.observed_sums.append(observed)
         operand.clear_padding()
@@ -199,7 +227,11 @@ class CodedSums:
             places = {name: each.storage_offset() - begin for name, each in by_param.items()}
             by_param = {name: copy[at : at + by_param[name].numel()] for name, at in places.items()}
             flat = copy
+        for name in action.tensors:
+            by_param.setdefault(name, flat[:0])  # this shard has nothing of it
         before, after = self._states_of(by_param, action)
+        begins = frozenset(by_param).difference(self._begun) if after else frozenset()
+        self._begun |= begins
         counts = bool(state.token_counter.loss_weight(action.microbatch))
         transfer = action.transfer
         if transfer is None:
@@ -217,6 +249,7 @@ class CodedSums:
             state.observed_sums is not None,
             before=before,
             after=after,
+            begins=begins,
         )
 
     def _states_of(
@@ -225,7 +258,7 @@ class CodedSums:
         """Returns the states of parameters as a sum finds them, and where it leaves them, by key."""
         state = self._state
         if self._step is not state.step:
-            self._pending, self._step = {}, state.step
+            self._pending, self._begun, self._step = {}, set(), state.step
         before, after = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name in names:
             states = self._states.get(name, {})
