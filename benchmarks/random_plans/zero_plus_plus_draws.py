@@ -8,6 +8,7 @@ from benchmarks.random_plans.random_draws import MAX_RANKS, Draw
 from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.strategy_interface import Strategy
 
 NUM_SHARDS = 4  # along the axis of zero: the smallest number of hosts of several ranks
@@ -24,8 +25,9 @@ def with_zero_plus_plus(rng: Random, drawn: Draw) -> Draw | None:
     if mesh.world_size > MAX_RANKS:
         return None
     sizes = [2] if zero[0].axis == "cp" or mesh.cp == 1 else [2, 2, 4]
+    on_host = any(isinstance(each, Offload) and "weights" in each.what for each in drawn.strategies)
     chosen: list[Strategy] = [
-        *([HierarchicalPartition(rng.choice(sizes))] if rng.random() < 0.7 else []),
+        *([HierarchicalPartition(rng.choice(sizes))] if rng.random() < 0.7 and not on_host else []),
         *([QuantizedWeights()] if rng.random() < 0.7 else []),
     ]
     mixed = [*drawn.strategies, *(chosen or [QuantizedWeights()])]
