@@ -1,4 +1,4 @@
-"""ZeRO++ beside any other technique: gathers within hosts change nothing, and gathers of codes what they define.
+"""ZeRO++ beside any other technique: gathers within hosts change nothing, those of codes what they define.
 
     plans    random plans (benchmarks/random_plans/random_draws.py) of zero stage 3 over at least four shards,
              with hpz, quantized_weights or both, some with compressed gradients

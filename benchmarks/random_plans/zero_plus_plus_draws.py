@@ -30,7 +30,8 @@ def with_zero_plus_plus(rng: Random, drawn: Draw) -> Draw | None:
         *([HierarchicalPartition(rng.choice(sizes))] if rng.random() < 0.7 and not on_host else []),
         *([QuantizedWeights()] if rng.random() < 0.7 else []),
     ]
-    mixed = [*drawn.strategies, *(chosen or [QuantizedWeights()])]
+    others = [each for each in drawn.strategies if not isinstance(each, HierarchicalPartition)]
+    mixed = [*others, *(chosen or [QuantizedWeights()])]
     rng.shuffle(mixed)
     strategies = with_compression(rng, mixed) if rng.random() < 0.3 else tuple(mixed)
     return replace(drawn, mesh=mesh, strategies=strategies, guard=False)

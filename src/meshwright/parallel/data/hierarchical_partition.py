@@ -108,7 +108,8 @@ class HierarchicalPartition(Strategy):
         for name, spec in specs.items():
             if spec.num_ranks > self.partition_size:
                 found += _gathers_of(actions, name)
-        self._refuse_without_effect(found)
+        if not view.plan.stage_axes:  # a stage may have one block, which is gathered once
+            self._refuse_without_effect(found)
         by_name = {action.name: action for action in actions}
         for first, *later in (gathers for gathers in found if len(gathers) > 1):
             spec = specs[first.tensors[0]]
@@ -132,8 +133,8 @@ class HierarchicalPartition(Strategy):
 
     @staticmethod
     def _refuse_without_effect(gathers: list[list[Action]]) -> None:
-        """Raises PlanError if weights of several groups are gathered, each of them once."""
-        if len(gathers) > 1 and all(len(each) == 1 for each in gathers):
+        """Raises PlanError if weights of many groups are gathered, each of them once."""
+        if len(gathers) > 2 and all(len(each) == 1 for each in gathers):
             text = "every weight is gathered once per step and kept until backward: hpz has nothing to gather"
             fix = 'set gather = "use" and keep_mb = 0 in zero, or remove hpz'
             raise PlanError(text, fix=fix, location="strategies.hpz")
