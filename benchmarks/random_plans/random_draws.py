@@ -21,6 +21,7 @@ from random import Random
 from types import MappingProxyType
 
 from benchmarks.random_plans.expert_draws import over_other_axes, with_experts
+from benchmarks.random_plans.hpz_draws import with_hpz
 from benchmarks.random_plans.offload_draws import with_offloads
 from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from benchmarks.random_plans.strategy_draws import (
@@ -96,7 +97,7 @@ TECHNIQUES: Mapping[str, str] = (
                 name: name
                 for name in (
                     *("sync_batch_norm", "expert_parallel", "expert_tensor_parallel", "loss_free_balancing"),
-                    *("offload", "disk_offload"),
+                    *("offload", "disk_offload", "hpz"),
                     *("activation_offload", "partitioned_activations"),
                     "gist",
                 )
@@ -225,6 +226,8 @@ def draw(seed: int, number: int) -> Draw:
     elif Random(f"{seed}/{number}/norm").random() < 0.4:
         drawn = _with_batch_norms(drawn)
     drawn = replace(drawn, strategies=with_offloads(f"{seed}/{number}", drawn.strategies))
+    hpz = with_hpz(Random(f"{seed}/{number}/hpz"), drawn.mesh, drawn.strategies)
+    drawn = replace(drawn, strategies=hpz)
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn

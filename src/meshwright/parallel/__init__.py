@@ -15,6 +15,7 @@ from meshwright.parallel.compression.cast import CastCompression
 from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
 from meshwright.parallel.compression.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.compression.sign import SignCompression
 from meshwright.parallel.compression.topk import TopKCompression
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -24,6 +25,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
@@ -65,6 +67,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         NaiveDDP,
         DDP,
         ZeRO,
+        HierarchicalPartition,
         TensorParallel,
         TensorParallel2D,
         TensorParallel25D,
@@ -94,5 +97,6 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         SignCompression,
         PowerSGDCompression,
         TopKCompression,
+        QuantizedWeights,
     )
 )

@@ -146,6 +146,14 @@ class Strategy(ABC):
         """
         return None
 
+    def gathered_values(self, shard: "torch.Tensor") -> "torch.Tensor | None":
+        """Returns what ranks receive of a flat `shard` of weights where UNSHARD is carried by other messages;
+        None: this technique changes no weights.
+
+        `verify` compares a plan with one device that computes with these values and steps exact weights.
+        """
+        return None
+
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;
         0: it rounds nothing.

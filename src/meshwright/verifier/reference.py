@@ -9,6 +9,9 @@ something else. For it the loop replays the weight versions that its program sta
 (plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
 beside the next step (offload with a delay): gradients are those at weights that lack the last update.
 
+Where weights are gathered as codes, the loop computes loss and gradients at the values of the codes, made in
+one process (engine/params/gathered_weights.py), and steps the exact weights.
+
 A plan with gradient compression steps with what its codes say. That is verified in two ways, to 1e-10: every
 sum equals what its technique defines (engine/step/observed_sums.py), and nothing is lost: what is applied +
 what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
@@ -26,6 +29,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
+from meshwright.engine.params.gathered_weights import GatheredWeights
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.engine.step.observed_sums import (
@@ -165,6 +169,7 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
     samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
     found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
     step_ends = [each for each in found if each is not None]
+    gathered = GatheredWeights(parity_case.plan)
     recorder = ChoiceRecorder(lambda: len(reference.steps))
     if replay is None:
         recorder.attach(subject.module, model_spec.experts_calls)
@@ -180,8 +185,11 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
             reference.steps.append(replay.step(optimizer, batch, step))
             continue
         optimizer.zero_grad(set_to_none=True)
+        stored = _values(subject.parameters) if gathered else {}
+        _set(subject.parameters, gathered.values(stored))
         loss = _loss(parity_case, subject, rng, batch, step)
         _backward(loss)
+        _set(subject.parameters, stored)
         missing = _missing(subject, lost[step], momenta) if lost and updates else {}
         gradients = _gradients(subject, missing)
         clip = plan.job.train.clip or float("inf")
@@ -314,8 +322,8 @@ def _values(parameters: Mapping[str, torch.Tensor]) -> TensorsByName:
 
 def _set(parameters: Mapping[str, torch.nn.Parameter], values: TensorsByName) -> None:
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(values[name])
+        for name, value in values.items():
+            parameters[name].copy_(value)
 
 
 def _gradients(subject: TrainedModule, lost: Mapping[str, torch.Tensor] = NOTHING_LOST) -> TensorsByName:

@@ -250,3 +250,72 @@ def test_one_device_offloads_the_shards_of_a_zero_that_it_has_alone(tmp_path: Pa
     )
     assert [each.name for each in plan.strategies] == ["batch_split", "zero", "offload"]
     assert plan.sharding.tiers.weights == "host"
+
+
+HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+def zero_plus_plus(**options: Any) -> dict[str, Any]:
+    return {**ZERO_3, "zero_optimization": {"stage": 3, **options}}
+
+
+def test_the_partition_size_of_hpz_becomes_the_strategy(tmp_path: Path):
+    config = zero_plus_plus(zero_hpz_partition_size=2)
+    result = imported(tmp_path, "ds.json", config, devices=8)
+    assert result.is_complete
+    assert row(result, HPZ) == "mapped: hpz.partition_size = 2"
+    plan = planned(tmp_path, "ds.json", {**config, "train_batch_size": 32}, devices=8)
+    (hpz,) = (each for each in plan.strategies if each.name == "hpz")
+    assert hpz.as_dict()["partition_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_hpz_partition_size": 1}, "dropped: this value turns nothing on"),
+        ({"zero_hpz_partition_size": 8}, "dropped: all ranks that share the weights are one partition"),
+        ({"zero_hpz_partition_size": 2, "stage": 2}, "dropped: only with ZeRO stage 3"),
+        (
+            {
+                "zero_hpz_partition_size": 2,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            },
+            "refused: shards of weights rest on the host",
+        ),
+    ],
+)
+def test_a_partition_that_changes_nothing_or_cannot_be_is_said(
+    tmp_path: Path, options: dict[str, Any], message: str
+):
+    result = imported(tmp_path, "ds.json", zero_plus_plus(**options), devices=8)
+    assert row(result, HPZ).startswith(message)
+    assert "hpz" not in strategies(result)
+
+
+QWZ = "zero_optimization.zero_quantized_weights"
+
+
+def test_quantized_weights_become_the_strategy(tmp_path: Path):
+    result = imported(tmp_path, "ds.json", zero_plus_plus(zero_quantized_weights=True), devices=2)
+    assert result.is_complete
+    told = row(result, QWZ)
+    assert told.startswith("mapped: strategies batch_split, zero, quantized_weights; quantized_weights: int8")
+    plan = planned(tmp_path, "ds.json", zero_plus_plus(zero_quantized_weights=True), devices=2)
+    assert "quantized_weights" in [each.name for each in plan.strategies]
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        ({"zero_quantized_weights": False}, 2, "dropped: this value turns nothing on"),
+        ({"zero_quantized_weights": True, "stage": 1}, 2, "dropped: only with ZeRO stage 3"),
+        ({"zero_quantized_weights": True}, 1, "dropped: one rank gathers nothing"),
+    ],
+)
+def test_codes_that_nothing_gathers_are_said(
+    tmp_path: Path, options: dict[str, Any], devices: int, message: str
+):
+    result = imported(tmp_path, "ds.json", zero_plus_plus(**options), devices=devices)
+    assert row(result, QWZ).startswith(message)
+    assert "quantized_weights" not in strategies(result)

@@ -16,6 +16,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
@@ -30,6 +31,7 @@ from tests.tiny_model import (
     TOKENS,
     VOCABULARY,
     WIDTH,
+    analyzed_model,
     case_of,
     executor_of,
     tiny_job,
@@ -314,3 +316,14 @@ def test_dtypes_that_cannot_be_sharded_or_trained_are_refused():
             PlanError, match="turn is trained in complex64, and shards are stepped in the dtype of the job"
         ):
             planned(trained, 2, stage)
+
+
+def test_a_stage_whose_weights_are_all_frozen_reduces_nothing():
+    # the embedding alone is on the first stage, and nothing of it is trained
+    analyzed = analyzed_model(frozen=True)
+    strategies = SHARD, ZeRO(), Pipeline(split_points=("layers.0",))
+    plan = make_plan(analyzed, tiny_job(), Mesh(pp=2, dp_shard=2), strategies, 2)
+    assert static_checks(plan) == []
+    assert not any(action.kind == "REDUCE" for action in plan.program.actions(FIRST_ROLE))
+    verdict = verdict_of(case_of(analyzed, plan), steps=1)
+    assert verdict.passed, str(verdict)

@@ -11,6 +11,7 @@ from meshwright.commands.import_config.option_rules import (
     DISK_KEYS,
     HOST_STEPS,
     LOGGING,
+    OFF_TEXT,
     OFFLOAD_KEYS,
     Rule,
     Translation,
@@ -44,6 +45,8 @@ OFFLOADS = tuple(
     for option in ("offload_optimizer.device", "offload_param.device", "cpu_offload", "cpu_offload_param")
 )
 
+HPZ, QWZ = f"{ZERO}zero_hpz_partition_size", f"{ZERO}zero_quantized_weights"
+
 RULES: dict[str, Rule] = {
     "train_batch_size": mapped("train.batch"),
     "train_micro_batch_size_per_gpu": mapped("micro_batch"),
@@ -72,6 +75,8 @@ RULES: dict[str, Rule] = {
     "torch_autocast.dtype": mapped("precision.compute"),
     f"{ZERO}stage": mapped("mesh.dp_shard", "mesh.dp_replicate", "zero.stage"),
     f"{ZERO}mics_shard_size": mapped("mesh.dp_shard", "zero.replicate_axis"),
+    HPZ: mapped("hpz.partition_size"),
+    QWZ: mapped("strategies", reason="quantized_weights: int8 with a scale for each 256 elements"),
     "tensor_parallel.autotp_size": mapped("mesh.tp"),
     "sequence_parallel_size": mapped("mesh.cp", "ulysses"),
     "tensorboard.enabled": mapped("run.trackers"),
@@ -181,13 +186,11 @@ RULES: dict[str, Rule] = {
     **refused(
         "every gradient is stepped in its own step", "leave it out: offload is exact", f"{ZERO}zenflow"
     ),
-    **refused(*QUANTIZED, f"{ZERO}zero_quantized_weights", f"{ZERO}zero_quantized_gradients"),
-    **refused(*QUANTIZED, f"{ZERO}zero_quantized_nontrainable_weights", f"{ZERO}zeropp_loco_param"),
+    **refused(*QUANTIZED, f"{ZERO}zero_quantized_gradients", f"{ZERO}zeropp_loco_param"),
     **refused(
-        "a second partition of the weights is not there",
-        'nearest: mesh.dp_replicate, and zero with replicate_axis = "dp_replicate" (HSDP)',
-        f"{ZERO}zero_hpz_partition_size",
-        harmless=(1,),
+        "frozen weights are not stored as codes",
+        "leave it out; zero_quantized_weights gathers them as codes too",
+        f"{ZERO}zero_quantized_nontrainable_weights",
     ),
     **refused("the loss scale is always dynamic", "leave it out", "fp16.loss_scale"),
     **refused("masters are float32", "leave it out", "fp16.fp16_master_weights_and_grads"),
@@ -290,7 +293,7 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
     stage = config.get(f"{ZERO}stage", 0)
     tp, cp = config.get("tensor_parallel.autotp_size", 1) or 1, config.get("sequence_parallel_size", 1)
     data = devices // (tp * cp) if devices else -1
-    mics = config.get(f"{ZERO}mics_shard_size", -1)
+    mics, num_ranks = config.get(f"{ZERO}mics_shard_size", -1), data * cp if devices else 0
     offloaded, on_disk = offloaded_of(config, stage, replicated=bool(stage and mics > 0))
     sizes: dict[str, Any] = {"dp_replicate": data} if stage == 0 else {"dp_shard": data}
     if stage and mics > 0:
@@ -301,10 +304,44 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
         zero_stage=stage,
         offloaded=offloaded,
         on_disk=on_disk,
+        partition_size=_partition_size(config, stage, num_ranks, offloaded),
+        quantized_weights=_quantizes_weights(config, stage, num_ranks),
         context_strategy={"name": "ulysses"},
         vocab_parallel=False,
         **sizes,
     )
+
+
+def _partition_size(config: Translation, stage: int, num_ranks: int, offloaded: tuple[str, ...]) -> int:
+    """Returns the ranks among which backward gathers weights (ZeRO++ hpZ), of the `num_ranks` that share them
+    (0: unknown); 1 where that changes nothing.
+    """
+    size = config.get(HPZ, 1) or 1
+    if size == 1:
+        config.drop(HPZ, OFF_TEXT)
+    elif stage < 3:
+        config.drop(HPZ, "only with ZeRO stage 3, as there")
+    elif size == num_ranks:
+        config.drop(HPZ, "all ranks that share the weights are one partition, as without it")
+    elif "weights" in offloaded:
+        text = "shards of weights rest on the host, and the second shard would lie on the device"
+        config.refuse(HPZ, text, "leave it out, or offload_param")
+    else:
+        return size
+    return 1
+
+
+def _quantizes_weights(config: Translation, stage: int, num_ranks: int) -> bool:
+    """Returns whether weights are gathered as codes (ZeRO++ qwZ) by `num_ranks` ranks (0: unknown)."""
+    if not config.get(QWZ, False):
+        config.drop(QWZ, OFF_TEXT)
+    elif stage < 3:
+        config.drop(QWZ, "only with ZeRO stage 3, as there")
+    elif num_ranks == 1:
+        config.drop(QWZ, "one rank gathers nothing")
+    else:
+        return True
+    return False
 
 
 def _write_optimizer(config: Translation) -> None:

@@ -14,6 +14,8 @@ class ParallelLayout:
     Sizes are numbers of ranks; of the two data-parallel ones one may be -1: what is left. `zero_stage` 0 is
     DDP. `context_strategy` is the table of the strategy along cp. `offloaded`: what rests in host memory and
     is stepped there; `on_disk`: the fields of disk_offload, if optimizer states rest on disk.
+    `partition_size`: the ranks among which backward gathers weights; 1: all that share them.
+    `quantized_weights`: they are gathered as codes.
     """
 
     pp: int = 1
@@ -28,6 +30,8 @@ class ParallelLayout:
     schedule: str = "1f1b"
     virtual_stages: int = 0
     offloaded: tuple[str, ...] = ()
+    partition_size: int = 1
+    quantized_weights: bool = False
     on_disk: Mapping[str, Any] = field(default_factory=dict)
     context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
@@ -59,6 +63,10 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
     if is_alone:
         config.add_strategy("zero", stage=layout.zero_stage, axis="dp_shard")
     _add_storage_strategy(config, layout)
+    if layout.partition_size > 1:
+        config.add_strategy("hpz", partition_size=layout.partition_size)
+    if layout.quantized_weights:
+        config.add_strategy("quantized_weights")
     if layout.offloaded:
         config.add_strategy("offload", what=list(layout.offloaded), step_on="host")
     if layout.on_disk:

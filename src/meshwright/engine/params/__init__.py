@@ -10,5 +10,6 @@ delayed_steps           steps of the optimizers that a thread runs beside the ne
 disk_states             optimizer states and masters in a file, and the buffers that they pass through
 rank_file               the file of a rank for what rests on disk, read and written by a thread
 matrix_owners           optimizers of whole matrices: gather gradients to the owner, scatter its weights
+gathered_weights        the values of weights that are gathered as codes, in one process, for the verifier
 unshard_forward_hooks   full parameters for forwards and backwards outside of the action list
 """

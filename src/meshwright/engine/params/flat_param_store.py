@@ -49,9 +49,9 @@ class FlatParamStore:
         self.by_param_group: dict[str, FlatParam] = {}
         # the norm's, of this rank's shards or of all
         self.grad_sqnorm = torch.zeros(1, dtype=torch.float64, device=state.world.device)
-        allocations = {
+        allocations = {  # of the first that takes its buffer: a gather behind a copy may take others
             action.tensors[0]: action.allocations
-            for action in plan.actions
+            for action in reversed(plan.actions)
             if action.kind in ("UNSHARD", "FETCH_PARAM") and action.allocations
         }
         self._param_shardings = {

@@ -16,7 +16,8 @@ class ParamSharding:
 
     `layout` is its placement while a block uses it, `storage_layout` between uses, `grad_layout` the
     placement in which the optimizer takes its gradient. `shard_alignment` is how finely the optimizer lets it
-    be cut. If it `is_compressed`, its gradient is summed as codes (parallel/compression).
+    be cut. If it `is_compressed`, its gradient is summed as codes; if it `is_gathered_as_codes`, ranks gather
+    it so (parallel/compression).
     """
 
     param: ParamSpec
@@ -25,6 +26,12 @@ class ParamSharding:
     storage_layout: Layout = Layout()
     shard_alignment: ShardAlignment = "element"
     is_compressed: bool = False
+    is_gathered_as_codes: bool = False
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether ranks with copies of it must find it in equal places: codes depend on what lies beside."""
+        return self.is_compressed or self.is_gathered_as_codes
 
     @property
     def unreduced_grad_layout(self) -> Layout:

@@ -287,7 +287,7 @@ class ShardingPlan:
                 each.is_stored_sharded,
                 (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
                 # copies must have equal codes, so that they lie among copies
-                (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_compressed else ()),
+                (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_coded else ()),
             )
             found.setdefault(key, []).append(each)
         groups = [
@@ -361,7 +361,8 @@ class ShardingPlan:
                 if first.owner_axes
                 else f" by {first.shard_alignment}"
             )
-        if first.is_compressed:
-            name += " compressed" + "".join(f" along {axis}" for axis in in_mesh_order(first.sliced_dims))
+        if first.is_coded:
+            name += " compressed" if first.is_compressed else ""
+            name += "".join(f" along {axis}" for axis in in_mesh_order(first.sliced_dims))
         weights = [param_sharding.param for param_sharding in param_shardings]
         return ParamGroup(name, tuple(param_shardings), model_spec.last_backward(weights), users, uneven)

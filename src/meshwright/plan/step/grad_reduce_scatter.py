@@ -160,7 +160,7 @@ class GradReduceScatter:
             yield from actions_after.get(i, ())
 
     def _reduce_every_time(self, actions: list[Action]) -> Iterator[Action]:
-        largest = max(self._nbytes(group) for group in self.param_groups)
+        largest = max((self._nbytes(group) for group in self.param_groups), default=0)
         buffers = [_Buffer(Allocation(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
         num_packed, due = 0, self._groups_completed_at(actions)
         allocation, summed = set[str](), dict[str, str]()

@@ -9,6 +9,7 @@
     LOSS            the forward and the backward of the loss
     PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP
                     the bytes of gradients, weights and optimizer states that they read and write
+    RESHARD         a copy of the shard that it keeps, if it keeps one (hpz)
     REDUCE, UNSHARD, SEND ...
                     seconds on the network (network_time.py)
     copy_in, copy_out, disk, host
@@ -128,6 +129,8 @@ class ActionCosts:
             return self._gradient_pass_seconds(action.tensors, 2)
         if kind == "ACCUMULATE":
             return self._gradient_pass_seconds(action.tensors, 3, in_shards=True)
+        if kind == "RESHARD":  # a shard that it keeps is copied
+            return self._warm_memory_seconds(2 * sum(each.nbytes for each in action.allocations))
         if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._view.plan.grad_norm_axes):
             return self._gradient_pass_seconds(self._numel, 1, in_shards=True)
         return 0.0

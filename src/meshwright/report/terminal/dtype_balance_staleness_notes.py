@@ -201,6 +201,9 @@ def staleness_text(plan: Plan) -> dict[str, str]:
     rows = {"not exact": f"{names} does not compute the same as one device"}
     if plan.sharding.tiers.delay:
         rows |= {"gradients": "at weights that lack the last update, which the host makes beside a step"}
+    if any(each.is_gathered_as_codes for each in plan.sharding.param_shardings):
+        text = "gathered as codes: the loss of a step and gradients are at their values; what is stepped, "
+        rows |= {"weights": f"{text}evaluated, saved and exported is exact"}
     lists = [role.actions for role in plan.program.roles]
     if not any(map(stepped_microbatches, lists)):
         return rows
