@@ -1,5 +1,6 @@
-"""Techniques that send fewer bytes: gradients are summed as codes.
+"""Techniques that send fewer bytes: gradients are summed, and activations travel, as codes.
 
+activation_compression which activations travel as codes, and their gradients
 block_codes            sums of codes that each hold a stretch of elements, with what they all share
 cast                   codes of a narrower float: bfloat16, float16, float8
 gradient_compression   which gradients are summed as codes, along which axis, and what is owed to them

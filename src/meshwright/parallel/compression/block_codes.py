@@ -129,6 +129,21 @@ class BlockCodec(GradientCompression):
             sums.append(total if coded_sum.is_scattered else self._decoded(total, keys[index] + size))
         return torch.cat(sums)
 
+    def flat_nbytes(self, numel: int) -> int:
+        """Returns the bytes of the codes of `numel` elements, in chunks."""
+        return self._slice_nbytes(numel)
+
+    def encode_flat(self, values: torch.Tensor, codes: torch.Tensor) -> None:
+        """Writes the codes of flat `values`, of any float dtype, which stay as they are."""
+        wide = torch.promote_types(values.dtype, torch.float32)
+        for at, nbytes, chunk in self._chunks(values):
+            self.encode_in_place(chunk.to(wide, copy=True), codes[at : at + nbytes], None)
+
+    def decode_flat(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes what the codes of flat `values` say into them."""
+        for at, nbytes, chunk in self._chunks(values):
+            self.decode_into(codes[at : at + nbytes], chunk, add=False)
+
     def _decoded(self, values: torch.Tensor, key: int) -> torch.Tensor:
         """Returns what the codes of `values` say."""
         lost, nbytes = values.clone(), self._slice_nbytes(len(values))
