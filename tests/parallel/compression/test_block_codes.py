@@ -70,4 +70,4 @@ def test_flat_codes_say_what_sums_say_and_leave_the_values(dtype: torch.dtype):
     found = torch.empty_like(values)
     codec.decode_flat(codes, found)
     wide = values.to(torch.promote_types(dtype, torch.float32))
-    assert torch.equal(found, codec.defined_sum([wide], [0], is_scattered=True).to(dtype))
+    assert torch.equal(found, decoded(codec, wide, 0).to(dtype))
