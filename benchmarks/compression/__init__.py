@@ -1,5 +1,6 @@
 """Benchmarks of compressed communication.
 
+activation_parity    random pipelines with compressed activations, each compared with one device
 compression_bytes    bytes that compressed gradients send, and memory of residuals, against formulas
 compression_links    steps with compressed gradients against exact ones, between two hosts
 compression_parity   random plans with compressed gradients, each compared with one device
