@@ -1,5 +1,6 @@
 """Benchmarks of compressed communication.
 
+activation_parity    random pipelines with compressed activations, each compared with one device
 compression_bytes    bytes that compressed gradients send, and memory of residuals, against formulas
 compression_cost     the time to code gradients on one core, in casts to bfloat16
 compression_links    steps with compressed gradients against exact ones, between two hosts

@@ -2,7 +2,7 @@
 
 combinations   the allowed refusals, and how often each pair of techniques must match
 compared_rows  compares drawn plans on all cores and keeps the rows
-compression_draws  compresses gradients in a random plan
+compression_draws  compresses gradients or activations in a random plan
 expert_draws   distributes experts in a random plan
 offload_draws  offloads model states or activations in a random plan
 strategy_draws draws the strategies of a random plan

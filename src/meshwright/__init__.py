@@ -28,6 +28,7 @@ _MODULES = {
     "meshwright.model.analysis.analyze": ("AnalyzedModel",),
     "meshwright.model.loading.loader": ("Model",),
     "meshwright.oom_advice": ("OutOfMemory",),
+    "meshwright.parallel.compression.activation_compression": ("ActivationCompression",),
     "meshwright.parallel.compression.cast": ("CastCompression",),
     "meshwright.parallel.compression.int4": ("Int4Compression",),
     "meshwright.parallel.compression.int8": ("Int8Compression",),

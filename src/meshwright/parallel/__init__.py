@@ -5,12 +5,13 @@ tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence
 context     the tokens of a sample: ring attention, Ulysses, both together
 expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
-compression fewer bytes: gradients that are summed as codes
+compression fewer bytes: gradients and activations that travel as codes
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
 from collections.abc import Iterable, Mapping
 
+from meshwright.parallel.compression.activation_compression import ActivationCompression
 from meshwright.parallel.compression.cast import CastCompression
 from meshwright.parallel.compression.int4 import Int4Compression
 from meshwright.parallel.compression.int8 import Int8Compression
@@ -98,5 +99,6 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         PowerSGDCompression,
         TopKCompression,
         QuantizedWeights,
+        ActivationCompression,
     )
 )

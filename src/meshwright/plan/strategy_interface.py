@@ -9,7 +9,7 @@ storage, comm. At most one strategy decides the order of the step, and one, per 
 stored.
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -59,6 +59,42 @@ class ObservedSum:
     clipped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     dropped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     momentum: float = 0.0
+
+
+class ActivationCodec(ABC):
+    """How activations and their gradients travel where a transfer states that codes carry it."""
+
+    @abstractmethod
+    def empty_codes(self, values: "torch.Tensor") -> "torch.Tensor":
+        """Returns memory for the codes of as many elements as `values` has, uint8 [bytes]."""
+
+    @abstractmethod
+    def encode(self, values: "torch.Tensor") -> "torch.Tensor":
+        """Returns the codes of `values`, of any shape and float dtype, contiguous: uint8 [bytes]."""
+
+    @abstractmethod
+    def decode(self, codes: "torch.Tensor", values: "torch.Tensor") -> None:
+        """Writes what `codes` say into `values`, contiguous."""
+
+    @abstractmethod
+    def largest_error(self, values: "torch.Tensor") -> float:
+        """Returns the most by which any of `values` may differ from what their codes say."""
+
+
+@dataclass(frozen=True)
+class ObservedCodes:
+    """What the codes of one activation, or of its gradient, lost on one rank, for the verifier.
+
+    `key` names what was coded, equal on all ranks; `lost` is what went in less what came out, flat, a part of
+    the value that the global batch has, of `shape`; `index` are the places of its elements in that, int64, -1
+    for padding. `error` is the largest loss in units of what the codec allows: at most 1.
+    """
+
+    key: tuple[str, ...]
+    shape: tuple[int, ...]
+    index: "torch.Tensor"
+    lost: "torch.Tensor"
+    error: float
 
 
 @dataclass(frozen=True)
@@ -157,6 +193,12 @@ class Strategy(ABC):
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;
         0: it rounds nothing.
+        """
+        return 0.0
+
+    def loss_tolerance(self, sharding: ShardingPlan) -> float:
+        """Returns by how much, relatively, this technique may change the loss at given weights; 0: not at
+        all.
         """
         return 0.0
 

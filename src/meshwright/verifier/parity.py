@@ -157,6 +157,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             report.counts.append(dict(world.ledger.counts))
             comparison.choices(recorder, truth)
             comparison.sums_of_codes(truth)
+            comparison.rounded_loss(truth)
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             parameters = executor.gather_parameters()
@@ -322,6 +323,15 @@ class _RankComparison:
         """Compares the sums of codes with what their techniques define, as found beforehand."""
         if not truth.sum_error <= TOLERANCE:
             self._add_difference("sum of codes", "", "", truth.sum_error)
+
+    def rounded_loss(self, truth: ReferenceStep) -> None:
+        """Compares what codes of activations do to the loss, at equal weights, with what is stated."""
+        if truth.exact_loss is None:
+            return
+        plan = self._parity_case.plan
+        error = abs(truth.loss - truth.exact_loss) / max(abs(truth.exact_loss), 1e-300)
+        if not error <= sum(each.loss_tolerance(plan.sharding) for each in plan.strategies):
+            self._add_difference("rounded loss", "", "", error)
 
     def number(self, quantity: str, actual: float, expected: float) -> None:
         error = abs(actual - expected) / max(abs(expected), 1e-300)

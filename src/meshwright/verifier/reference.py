@@ -22,6 +22,7 @@ Where momentum is added before codes, the reference has its own; the ranks repor
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -32,6 +33,7 @@ from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.params.gathered_weights import GatheredWeights
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.engine.step.observed_activations import largest_code_error, rounded_values
 from meshwright.engine.step.observed_sums import (
     LocalChanges,
     largest_sum_error,
@@ -42,6 +44,7 @@ from meshwright.engine.step.observed_sums import (
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch, Loss
+from meshwright.model.pipeline.rounded_values import RoundedValues
 from meshwright.model.recording.expert_choices import ChoiceRecorder, Choices
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
@@ -81,6 +84,7 @@ class ReferenceStep:
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
     `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
+    `exact_loss` is the loss at the same weights without codes of activations, where there are any.
     """
 
     batch: Batch
@@ -92,6 +96,7 @@ class ReferenceStep:
     biases: TensorsByName = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
     sum_error: float = 0.0
+    exact_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,23 +112,28 @@ class Reference:
 class LostStep:
     """What the sums of codes of one step left out of each gradient, all ranks together; and the largest error
     of such a sum, relative, against what its technique defines. `before` is what ranks did before codes.
+
+    `rounded` are the values that travelled as codes, as each stage saw them.
     """
 
     lost: TensorsByName
     error: float
     before: LocalChanges = LocalChanges()
+    rounded: RoundedValues | None = None
 
 
 def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[LostStep, ...]:
     """Trains one rank of the plan and returns what each step left out, the same on every rank; () if the plan
-    has no sums of codes that say so.
+    has no codes that say so.
 
     All ranks call it.
     """
     plan = parity_case.plan.for_rank(world.rank)
     if not any(each.carried_by for role in plan.program.roles for a in role.actions for each in a.transfers):
         return ()
-    state = RankState(parity_case.make_trained_module(), world, parity_case.loss, observed_sums=[])
+    state = RankState(
+        parity_case.make_trained_module(), world, parity_case.loss, observed_sums=[], observed_codes=[]
+    )
     executor = StepExecutor(plan, state, stateless_rng=parity_case.make_rng())
     read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
     steps, before = list[LostStep](), dict[str, torch.Tensor]()
@@ -135,12 +145,13 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
                 lost = {name: each - before[name] if before else each for name, each in owed.items()}
                 for name, each in unowed_sums(state).items():
                     lost[name] = lost[name] + each if name in lost else each
-                steps.append(LostStep(lost, largest_sum_error(state), local_changes(state)))
+                error = largest_sum_error(state) + max(0.0, largest_code_error(state) - 1.0)
+                steps.append(LostStep(lost, error, local_changes(state), rounded_values(state)))
                 before = owed
-                state.observed_sums = []
+                state.observed_sums, state.observed_codes = [], []
     finally:
         executor.close()
-    return tuple(steps) if any(step.lost for step in steps) else ()
+    return tuple(steps) if any(step.lost or step.rounded is not None for step in steps) else ()
 
 
 def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
@@ -175,19 +186,20 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
         recorder.attach(subject.module, model_spec.experts_calls)
     momenta = dict[str, torch.Tensor]()  # those that are added before codes
     for step in range(num_steps):
-        batch = samples(step)
+        batch, rounded = samples(step), lost[step].rounded if lost else None
         if batch is None:
             break
         updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor(plan.job.lr_schedule, step, plan.job.train.steps)
         if replay is not None:
-            reference.steps.append(replay.step(optimizer, batch, step))
+            reference.steps.append(replay.step(optimizer, batch, step, rounded))
             continue
         optimizer.zero_grad(set_to_none=True)
         stored = _values(subject.parameters) if gathered else {}
         _set(subject.parameters, gathered.values(stored))
-        loss = _loss(parity_case, subject, rng, batch, step)
+        exact_loss = None if rounded is None else _exact_loss(parity_case, subject, batch, step)
+        loss = _loss(parity_case, subject, rng, batch, step, rounded=rounded)
         _backward(loss)
         _set(subject.parameters, stored)
         missing = _missing(subject, lost[step], momenta) if lost and updates else {}
@@ -201,9 +213,15 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         values = (loss.item(), norm.item(), gradients, parameters_after)
         choices = recorder.pop_choices(len(next(iter(batch.values()))))
-        error = lost[step].error if lost else 0.0
+        codes = {"sum_error": lost[step].error if lost else 0.0, "exact_loss": exact_loss}
         reference.steps.append(
-            ReferenceStep(batch, *values, biases=_values(biases), choices=choices, sum_error=error)
+            ReferenceStep(
+                batch,
+                *values,
+                biases=_values(biases),
+                choices=choices,
+                **codes,
+            )
         )
     recorder.detach()
     return reference
@@ -261,7 +279,13 @@ class _WeightVersionReplay:
             for weight in parity_case.plan.model_spec.trainable
         }
 
-    def step(self, optimizer: torch.optim.Optimizer, batch: Batch, step: int) -> ReferenceStep:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+        step: int,
+        rounded: RoundedValues | None,
+    ) -> ReferenceStep:
         """Runs one step of the plan, from the latest weights to those after all its updates."""
         trainable, num_rows = self._subject.trainable_parameters, self._plan.micro_batch * self._plan.num_data
         weight_history = [_values(trainable)]  # by number of updates
@@ -283,8 +307,9 @@ class _WeightVersionReplay:
                 else 0.0
             )
             if counts[-1] > 0:
+                first = microbatch * num_rows
                 microbatch_loss = _loss(
-                    self._parity_case, self._subject, self._rng, samples, step, microbatch * num_rows
+                    self._parity_case, self._subject, self._rng, samples, step, first, rounded
                 )
                 _backward(microbatch_loss)
                 loss += microbatch_loss.item() * counts[-1]
@@ -362,20 +387,31 @@ def _loss(
     batch: Batch,
     step: int,
     begin: int = 0,
+    rounded: RoundedValues | None = None,
 ) -> torch.Tensor:
     inputs = parity_case.loss.model_inputs(batch)
     with explain_forward_errors(subject.module, inputs, parity_case.loss.model_inputs(subject.dummy_batch)):
+        run = partial(subject.module, **inputs)
+        if rounded is not None:
+            run = partial(rounded.run, subject.module, subject.blocks, run, begin)
         if rng is None:
-            outputs = subject.module(**inputs)
+            outputs = run()
         else:
             num_rows = len(next(iter(batch.values())))
             first = step * parity_case.single_device_plan.job.train.batch + begin
             rng.begin_forward(step, torch.arange(first, first + num_rows))
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
-                outputs = subject.module(**inputs)
+                outputs = run()
     return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
+
+
+def _exact_loss(parity_case: ParityCase, subject: TrainedModule, batch: Batch, step: int) -> float:
+    """Returns the loss of `batch` at the weights of `subject`, whose buffers stay as they are."""
+    other = parity_case.make_trained_module()
+    other.module.load_state_dict(subject.module.state_dict())
+    return _loss(parity_case, other, parity_case.make_rng(), batch, step).item()
 
 
 def _plain_sgd(job: Job, subject: TrainedModule) -> torch.optim.Optimizer:

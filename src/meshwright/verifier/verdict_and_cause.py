@@ -41,6 +41,7 @@ QUANTITIES = (
     *COMPARED_QUANTITIES[:2],
     "choice of experts",
     "sum of codes",
+    "rounded loss",
     *COMPARED_QUANTITIES[2:],
     "replica",
     "ledger",

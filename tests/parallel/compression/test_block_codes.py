@@ -19,3 +19,16 @@ def test_slices_of_many_chunks_have_the_bytes_of_their_chunks():
 
 def test_blocks_are_padded_with_zeros():
     assert in_blocks(torch.ones(5), 4).tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_flat_codes_say_what_sums_say_and_leave_the_values(dtype: torch.dtype):
+    codec, values = Int8Compression(), torch.randn(CHUNK + 300).to(dtype)
+    before, codes = values.clone(), torch.empty(codec.flat_nbytes(len(values)), dtype=torch.uint8)
+    codec.encode_flat(values, codes)
+    assert torch.equal(values, before)
+    assert codes.numel() == codec.code_nbytes(CHUNK) + codec.code_nbytes(300)
+    found = torch.empty_like(values)
+    codec.decode_flat(codes, found)
+    wide = values.to(torch.promote_types(dtype, torch.float32))
+    assert torch.equal(found, decoded(codec, wide, 0).to(dtype))

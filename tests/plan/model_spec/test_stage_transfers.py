@@ -66,3 +66,14 @@ def test_diagnostics_name_the_closed_boundary_and_open_ones():
             PlanError, match="are not in the order of the forward, each once and after its first block call"
         ):
             BOUNDARIES.stages(boundaries)
+
+
+def test_a_value_of_samples_grows_with_them_along_one_dim():
+    def dim(*sizes: tuple[int, int]) -> int | None:
+        return StageValue("x", "a", ("b",), sizes, "float32").sample_dim
+
+    assert dim((0, 1), (4, 0)) == 0
+    assert dim((4, 0), (0, 6)) == 1
+    assert dim((4, 0)) is None
+    assert dim((1, 1), (4, 0)) is None
+    assert dim((0, 1), (0, 1)) is None

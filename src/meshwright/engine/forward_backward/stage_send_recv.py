@@ -18,6 +18,7 @@ from math import prod
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.forward_backward.observed_stage_values import observe_stage_value
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
@@ -29,7 +30,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_transfers import StageSpec, StageValue
 from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.plan.strategy_interface import Handler
+from meshwright.plan.strategy_interface import ActivationCodec, Handler
 
 MAX_CACHED_SHAPES = 4096  # of stage values; samples of more lengths than that compute some again
 
@@ -47,6 +48,30 @@ class _MicrobatchValues:
         """Returns the sum of the gradients that have arrived for a value, and drops them."""
         first, *rest = self.gradients.pop(name)
         return sum(rest, start=first)
+
+
+class DecodedReceive(Work):
+    """A receive of codes, which the first that waits for it decodes."""
+
+    def __init__(self, work: Work, decode: Callable[[], None]) -> None:
+        self._work: Work = work
+        self._decode: Callable[[], None] | None = decode
+
+    def wait(self) -> None:
+        """Returns when the value is in place. Raises CollectiveError when the peer is gone."""
+        self._work.wait()
+        if self._decode is not None:
+            self._decode()
+            self._decode = None  # lets go of the codes
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the value has been decoded."""
+        return self._decode is None
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when the codes have arrived."""
+        self._work.add_done_callback(callback)
 
 
 def make_stage_io(state: RankState) -> "StageIO | None":
@@ -252,20 +277,36 @@ class StageIO:
                 value_slice.zero_()[: len(local_slice)].copy_(local_slice)
                 local_slice = value_slice
             tensor = local_slice
+        codec = self._codec(transfer)
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=True)
-            work = group.send(tensor, target=peer, action=action.name)
-            if action.kind == "SEND_GRAD":
+            message = tensor if codec is None else codec.encode(tensor)
+            if codec is not None and self._state.observed_codes is not None:
+                dims = self._forward_graph(microbatch).dim_sizes[stage_value.name]
+                value = replace(stage_value, dim_sizes=dims)
+                observe_stage_value(self._state, self._value_shards, action, value, tensor, message)
+            work = group.send(message, target=peer, action=action.name)
+            if action.kind == "SEND_GRAD" or codec is not None:  # then nobody waits for its tensor
                 self._state.issue_send(action, work)
             else:
                 self._state.issue(action, work)
                 self._by_microbatch[microbatch].sends.setdefault(stage_value.name, []).append(work)
 
     def _receive(self, action: Action, transfer: Transfer, tensor: torch.Tensor) -> torch.Tensor:
+        codec = self._codec(transfer)
         if transfer.peer is not None:
             group, peer = p2p_group(self._state.world, transfer.axes, transfer.peer, is_sender=False)
-            self._state.issue(action, group.recv(tensor, source=peer, action=action.name))
+            message = tensor if codec is None else codec.empty_codes(tensor)
+            work = group.recv(message, source=peer, action=action.name)
+            if codec is not None:
+                work = DecodedReceive(work, partial(codec.decode, message, tensor))
+            self._state.issue(action, work)
         return tensor
+
+    def _codec(self, transfer: Transfer) -> ActivationCodec | None:
+        """Returns the codec of the messages of `transfer` in this step; None: it is sent as it is."""
+        is_coded = transfer.carried_by and self._state.step.number >= transfer.carried_from
+        return self._state.activation_codec if is_coded else None
 
     def _concat(
         self,

@@ -24,7 +24,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.expert_load import ExpertLoad
 from meshwright.plan.step.program import Action
-from meshwright.plan.strategy_interface import ObservedSum
+from meshwright.plan.strategy_interface import ActivationCodec, ObservedCodes, ObservedSum
 
 if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
@@ -241,6 +241,9 @@ class RankState:
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
     observed_sums: "list[ObservedSum] | None" = None  # of codes, since the verifier has looked; None: not
+    # of activations, likewise; and how activations travel where codes carry them
+    observed_codes: list[ObservedCodes] | None = None
+    activation_codec: ActivationCodec | None = None
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     copies: DeviceCopies = field(init=False)
     host_memory: HostMemory = field(init=False)

@@ -58,6 +58,9 @@ IN_PLACE_FIX = "write x = x + y for x += y"
 HOOK_FIX = "register it where the model is called, or on a tensor that the block makes"
 
 
+ValueCallback = Callable[[str, torch.Tensor], None]
+
+
 class LateGradientChanges:
     """Finds values whose gradient changes after the line that makes them, and closes the boundaries in
     between.
@@ -123,6 +126,7 @@ def record_forward(
     count_draws: Callable[[], int] = lambda: 0,
     used_outputs: Container[int] | None = None,
     sharded_forward: ShardedForward | None = None,
+    on_value: ValueCallback | None = None,
 ) -> ForwardRecord:
     """Returns the record of one forward of `module`, run by `run_forward()`, with the values between its
     `blocks`.
@@ -130,10 +134,11 @@ def record_forward(
     It runs in the caller's gradient mode; without gradients every call of a block counts as a block call.
     `on_block_call` is called with each block call. `count_draws` returns the random draws since the last
     block call; `used_outputs` are the indices of the model outputs that are used (None: all). With
-    `sharded_forward` the forward runs on a sequence shard.
+    `sharded_forward` the forward runs on a sequence shard. `on_value` is called with the name of each value
+    and its tensor.
     """
     driver = ForwardDriver(blocks, cut_graph=False)
-    recorder = _ForwardRecorder(module, on_block_call, count_draws, sharded_forward)
+    recorder = _ForwardRecorder(module, on_block_call, count_draws, sharded_forward, on_value)
     on_block_call("")
     try:
         with recorder, driver.use_interceptor(recorder.run_block):
@@ -150,8 +155,10 @@ class _ForwardRecorder(TorchFunctionMode):
         enter: Callable[[str], None],
         drawn: Callable[[], int],
         sharded_forward: ShardedForward | None,
+        on_value: ValueCallback | None,
     ) -> None:
         super().__init__()
+        self._on_value = on_value
         self.record, self._caches = ForwardRecord(), lru_caches(module)
         self._late_grads = LateGradientChanges(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -246,6 +253,8 @@ class _ForwardRecorder(TorchFunctionMode):
                     continue
                 new, base = f"{name}:{num_new}" if num_new else name, self._find_base(func, values, tensor)
                 self._add_value(tensor, new, func, source_line, base)
+                if self._on_value is not None:
+                    self._on_value(new, tensor)
                 num_new += 1
             refs[id(tensor)] = ValueRef(self._names[tensor])
         return refs

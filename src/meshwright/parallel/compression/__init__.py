@@ -1,5 +1,6 @@
-"""Techniques that send fewer bytes: gradients are summed, and weights gathered, as codes.
+"""Techniques that send fewer bytes: gradients are summed, weights gathered, and activations travel, as codes.
 
+activation_compression which activations travel as codes, and their gradients
 block_codes            codes of chunks of elements, with what they all share
 cast                   codes of a narrower float: bfloat16, float16, float8
 gradient_compression   which gradients are summed as codes, along which axis, and what is owed to them

@@ -78,6 +78,12 @@ class StageValue:
         return prod(self.shape(num_samples))
 
     @property
+    def sample_dim(self) -> int | None:
+        """The only dim whose size is proportional to the samples; None if there is none."""
+        growing = [dim for dim, (_, per_sample) in enumerate(self.dim_sizes) if per_sample]
+        return growing[0] if len(growing) == 1 and not self.dim_sizes[growing[0]][0] else None
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element in the dtype of the analysis."""
         return next((width for end, width in ITEMSIZE_BY_SUFFIX.items() if self.dtype.endswith(end)), 1)

@@ -54,6 +54,26 @@ class StageValueShards:
             shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
         return shape
 
+    def local_positions(self, value: StageValue, num_samples: int) -> dict[int, list[int]]:
+        """Returns the positions in the full value of what this rank has of it, by dim that ranks share; -1
+        for padding.
+        """
+        view, mesh, shape = self._view, self._view.plan.mesh, value.shape(num_samples)
+        found: dict[int, list[int]] = {}
+        if view.plan.sequence_sharding is not None and value.sequence_dim is not None:
+            length, index = shape[value.sequence_dim], mesh.index(view.coordinate, view.plan.token_axes)
+            spans = view.plan.sequence_sharding.token_ranges(length, index)
+            positions = [position for begin, end in spans for position in range(begin, end)]
+            missing = view.plan.sequence_sharding.num_padded_tokens(length, index) - len(positions)
+            found[value.sequence_dim] = [*positions, *[-1] * missing]
+        for axes, split in self._splits.get(value.name, ()):
+            positions = found.get(split.dim) or list(range(shape[split.dim]))
+            if sum(split.sections) != len(positions):
+                split = DimSplit(split.dim, len(positions), (len(positions),))
+            ranges = split.ranges(mesh.index(view.coordinate, axes), mesh.group_size(axes))
+            found[split.dim] = [positions[at] for begin, end in ranges for at in range(begin, end)]
+        return found
+
     def glue_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the local shape, for glue, of a value of `shape`: sliced if the hidden dim is sharded."""
         placements = _residual_placements(self._view.plan)

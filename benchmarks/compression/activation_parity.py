@@ -1,0 +1,80 @@
+"""Compressed activations beside any other technique: every number is that of one device that loses the same.
+
+    plans    random pipelines (benchmarks/random_plans/random_draws.py) of few ranks that nothing perturbs,
+             with any codec: pipelines of every schedule x {ddp, ZeRO, tensor, sequence and context
+             parallelism, recomputation, offload, experts, forwarded values of encoder-decoders} ...
+    parity   as `verify` does, in float64, to 1e-10: every code loses no more than its codec may, and every
+             number of every rank equals one device whose values and gradients lose what the codes lost
+
+The figure is the number of plans that match. Plans that are refused are drawn again.
+
+    python -m benchmarks.compression.activation_parity              15 plans
+    python -m benchmarks.compression.activation_parity --only 17    one plan, with what differs; no result
+"""
+
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count, islice
+from random import Random
+
+from benchmarks.harness.result import Result
+from benchmarks.random_plans.combinations import Row
+from benchmarks.random_plans.compared_rows import compare_all, matched_errors, technique_counts
+from benchmarks.random_plans.compression_draws import with_activation_compression
+from benchmarks.random_plans.random_draws import Draw, draw
+from benchmarks.random_plans.random_plans import accepted_draws, try_plan
+from meshwright.parallel.compression.activation_compression import ActivationCompression
+from meshwright.verifier.parity import TOLERANCE
+
+NAME = "activation_parity"
+CLAIM = (
+    "15 random pipelines with compressed activations compute what one device computes that loses what their "
+    "codes lose: every number to 1e-10 in float64"
+)
+SEED, NUM_PLANS, MAX_RANKS = 31, 15, 8
+
+
+def draws(seed: int = SEED) -> Iterator[Draw]:
+    """Yields random pipelines with compressed activations, without end."""
+    for number in count():
+        drawn = draw(seed, number)
+        coded = with_activation_compression(Random(f"{seed}/{number}/activations"), drawn.strategies)
+        is_small = drawn.mesh.world_size <= MAX_RANKS
+        if is_small and not drawn.perturbation and len(coded) > len(drawn.strategies):
+            yield replace(drawn, strategies=coded, guard=False)
+
+
+def compare(drawn: Draw) -> Row:
+    """Returns the row of one plan: its outcome beside one device."""
+    codecs = (each.codec for each in drawn.strategies if isinstance(each, ActivationCompression))
+    return {**try_plan(drawn), "codec": next(codecs)}
+
+
+def result(rows: Sequence[Row]) -> Result:
+    """Returns the result of these plans."""
+    detail = {
+        "seed": SEED,
+        "codecs": dict(Counter(str(row["codec"]) for row in rows)),
+        "matched": sum(row["outcome"] == "matched" for row in rows),
+        "findings": [row for row in rows if row["outcome"] != "matched"],
+        "techniques": technique_counts(rows),
+    }
+    return Result.of_count(NAME, CLAIM, matched_errors(rows), limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+
+
+def main() -> None:
+    """Compares the plans and writes the result."""
+    parser = ArgumentParser(description="compressed activations beside other techniques")
+    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
+    options = parser.parse_args()
+    if options.only >= 0:
+        (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
+        print(compare(drawn))
+        return
+    print(result(compare_all(NAME, accepted_draws(draws(), NUM_PLANS), compare)).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What codes of activations have lost on all ranks in a step, as one device can play it.
+
+    sent       lost by a value on its way to a stage, of the whole global batch: the parts of all ranks
+    forwarded  a stage has what the stage has that it came from, less what was lost on the way
+    returned   lost by the gradient that came back from a stage
+
+All ranks call these functions, after a step and beside its program, as those of observed_sums.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import torch
+
+from meshwright.engine.runtime.rank_state import RankState
+from meshwright.engine.step.observed_sums import ACTION
+from meshwright.model.pipeline.rounded_values import RoundedValues, Rounding
+from meshwright.plan.model_spec.stage_transfers import StageTransfer, stage_transfers
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
+
+MAX_DIMS = 15  # of a value
+SENDS = ("SEND", "SEND_GRAD")
+
+
+def rounded_values(state: RankState) -> RoundedValues | None:
+    """Returns what each stage saw of the values of others in this step; None if none was rounded."""
+    plan, stages = state.plan, state.plan.sharding.stages
+    lost = _lost_by_key(state)
+    if not lost:
+        return None
+    roundings: dict[tuple[str, int], Rounding] = {}
+    for transfer, microbatches in _transfers(plan):
+        name, target = transfer.value.name, transfer.target
+        known = roundings.get((name, transfer.source))
+        sent = lost.get(("SEND", transfer.subject(backward=False)))
+        before = None if known is None else known.lost
+        summand = before if sent is None else sent
+        if summand is None:
+            continue
+        found = roundings.get((name, target))
+        total = torch.zeros_like(summand) if found is None or found.lost is None else found.lost
+        _add_samples(total, (sent, before), transfer, plan, microbatches)
+        roundings[name, target] = Rounding(total, lost.get(("SEND_GRAD", transfer.subject(backward=True))))
+    numbers = {block_call: number for number, stage in enumerate(stages) for block_call in stage.block_calls}
+    return RoundedValues(roundings, numbers, plan.job.train.batch)
+
+
+def largest_code_error(state: RankState) -> float:
+    """Returns the largest loss of any code of this step on any rank, in units of what its codec allows."""
+    errors = [each.error for each in state.observed_codes or ()]
+    mine = torch.tensor([max(errors, default=0.0)], dtype=torch.float64)
+    found = _of_all_ranks(state, mine)
+    return float("nan") if found.isnan().any() else found.max().item()
+
+
+def _lost_by_key(state: RankState) -> dict[tuple[str, ...], torch.Tensor]:
+    """Returns what all ranks have lost, by kind and subject of the action, in the shape of the value."""
+    lost, group = dict[tuple[str, ...], torch.Tensor](), state.world.group(AXES)
+    for key in sorted(set(_coded_sends(state.plan))):
+        mine = [each for each in state.observed_codes or () if each.key == key]
+        described = torch.zeros(MAX_DIMS + 1, dtype=torch.int64)
+        for each in mine[:1]:
+            described[: len(each.shape) + 1] = torch.tensor((len(each.shape), *each.shape))
+        num_dims, *sizes = _of_all_ranks(state, described).amax(0).tolist()
+        if not num_dims:
+            continue  # in this step no rank had codes of it
+        shape = sizes[:num_dims]
+        total = torch.zeros(prod(shape) + 1, dtype=torch.float64)  # one more: padding
+        for each in mine:
+            total.index_add_(0, each.index % len(total), each.lost.double())
+        group.all_reduce(total, action=ACTION).wait()
+        lost[key] = total[:-1].view(shape)
+    return lost
+
+
+def _of_all_ranks(state: RankState, mine: torch.Tensor) -> torch.Tensor:
+    group = state.world.group(AXES)
+    found = mine.new_empty(group.size, mine.numel())
+    group.all_gather(found, mine, action=ACTION).wait()
+    return found
+
+
+def _coded_sends(plan: Plan) -> Iterator[tuple[str, str]]:
+    for role in plan.program.roles:
+        for action in role.actions:
+            if action.kind in SENDS and action.transfer is not None and action.transfer.carried_by:
+                yield action.kind, action.subject
+
+
+def _transfers(plan: Plan) -> Iterator[tuple[StageTransfer, list[int]]]:
+    """Yields the transfers of all values between stages, in the order of their targets, each with the
+    microbatches that take this way.
+    """
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    runs = _stage_ranks(plan)
+    for microbatch in range(plan.num_microbatches):
+        ranks = tuple(runs[number, microbatch] for number in range(len(plan.sharding.stages)))
+        by_ranks.setdefault(ranks, []).append(microbatch)
+    for ranks, microbatches in by_ranks.items():
+        for transfer in stage_transfers(plan.sharding.stages, ranks):
+            yield transfer, microbatches
+
+
+def _stage_ranks(plan: Plan) -> Mapping[tuple[int, int], int]:
+    """Returns the rank along pp that runs each stage of each microbatch."""
+    first = {stage.block_calls[0]: number for number, stage in enumerate(plan.sharding.stages)}
+
+    def runs(actions: tuple[Action, ...]) -> Iterator[tuple[int, int]]:
+        for action in actions:
+            if action.kind in FORWARD_KINDS and action.subject in first:
+                yield first[action.subject], action.microbatch or 0
+
+    return {key: pp_rank for pp_rank in range(plan.mesh.pp) for key in runs(plan.stage_role(pp_rank).actions)}
+
+
+def _add_samples(
+    total: torch.Tensor,
+    summands: tuple[torch.Tensor | None, ...],
+    transfer: StageTransfer,
+    plan: Plan,
+    microbatches: list[int],
+) -> None:
+    """Adds the part of `summands` that belongs to the samples of `microbatches` to `total`."""
+    dim = transfer.value.sample_dim or 0
+    size = plan.num_data * plan.micro_batch * transfer.value.dim_sizes[dim][1]
+    for microbatch in microbatches:
+        for each in summands:
+            if each is not None:
+                total.narrow(dim, microbatch * size, size).add_(each.narrow(dim, microbatch * size, size))

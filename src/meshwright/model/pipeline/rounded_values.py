@@ -1,0 +1,159 @@
+"""Runs a model on one device with values that differ from stage to stage, as if they had been sent rounded.
+
+A pipeline that sends codes computes with another value in each stage: what codes have lost is missing, and is
+missing in the gradient that comes back. Here one ordinary forward computes that, from what was lost:
+
+    x = layers.1(...)       made in stage 0                 x
+    y = layers.2(x)         stage 1 takes                   x - lost(x, 1)       its gradient less lost'(x, 1)
+    z = glue(x, y)          glue after a block call of stage 2 takes      x - lost(x, 2)
+
+Values are those of the recorded forward (forward_recorder.py), which names each tensor as it appears.
+Wherever an operation or a block takes such a tensor, it takes that of its stage.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright.model.pipeline.forward_recorder import record_forward
+from meshwright.model.tensors.function_modes import InterceptMode
+from meshwright.model.tensors.pytree import map_leaves, storage_id, tree_tensors
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding took from a value on its way to a stage, and from the gradient that came back from there;
+    both have the shape of the value for the global batch. None: nothing.
+    """
+
+    lost: torch.Tensor | None = None
+    lost_gradient: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RoundedValues:
+    """What each stage sees of the values of others: `roundings` by value and stage.
+
+    `stages` are the stages by block call, `num_samples` are those of the global batch.
+    """
+
+    roundings: Mapping[tuple[str, int], Rounding]
+    stages: Mapping[str, int]
+    num_samples: int
+
+    def run(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        run_forward: Callable[[], Any],
+        first_sample: int = 0,
+    ) -> Any:
+        """Returns what `run_forward()`, a forward of `module`, returns on samples from `first_sample` on."""
+        values, results = _ValuesByStage(self, first_sample), list[Any]()
+        handles = [
+            block.register_forward_pre_hook(values.replace_inputs, with_kwargs=True)
+            for block in blocks.values()
+        ]
+
+        def run() -> Any:
+            results.append(run_forward())
+            return results[0]
+
+        try:
+            with InterceptMode(values.run_operation):
+                record_forward(module, blocks, run, values.begin_block, on_value=values.add)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return map_leaves(results[0], values.replace)
+
+
+class _ValuesByStage:
+    def __init__(self, rounded: RoundedValues, first_sample: int) -> None:
+        self._rounded, self._first_sample, self._stage = rounded, first_sample, 0
+        self._names = WeakIdKeyDictionary()  # value -> its name
+        # plain view -> the value of which it is one, and what it was made of
+        self._bases = WeakIdKeyDictionary()
+        self._replaced: dict[tuple[str, int], torch.Tensor] = {}
+
+    def begin_block(self, block_call: str) -> None:
+        """Notes that `block_call` begins: it and the glue behind it belong to its stage."""
+        self._stage = self._rounded.stages.get(block_call, 0)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Notes the value `name`, made in the current stage."""
+        self._names[tensor] = name
+
+    def run_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a torch call on the values of the current stage."""
+        outcome = func(*map_leaves(args, self.replace), **map_leaves(kwargs, self.replace))
+        for value in tree_tensors((args, kwargs)):
+            if value in self._names:
+                self._note_views(value, self.replace(value), outcome)
+        return outcome
+
+    def _note_views(self, value: torch.Tensor, taken: torch.Tensor, outcome: Any) -> None:
+        """Notes the results that are plain views of `taken`, which stood for `value`: each stage makes them
+        of its own.
+        """
+        for view in tree_tensors(outcome):
+            is_other = view is not taken and view is not value
+            if is_other and view.numel() >= taken.numel() and storage_id(view) == storage_id(taken):
+                self._bases[view] = value, taken
+
+    def replace_inputs(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the inputs of `block` as the current stage has them."""
+        return map_leaves(args, self.replace), map_leaves(kwargs, self.replace)
+
+    def replace(self, item: Any) -> Any:
+        """Returns `item`, or what the current stage has in place of it."""
+        if not isinstance(item, torch.Tensor) or item not in self._names:
+            return item
+        key = self._names[item], self._stage
+        if key in self._rounded.roundings:
+            if key not in self._replaced:
+                self._replaced[key] = self._round(item, self._rounded.roundings[key])
+            return self._replaced[key]
+        if item not in self._bases:
+            return item
+        value, taken = self._bases[item]
+        takes_now = self.replace(value)
+        if takes_now is taken:
+            return item
+        offset = item.storage_offset() - taken.storage_offset() + takes_now.storage_offset()
+        return takes_now.as_strided(item.size(), item.stride(), offset)
+
+    def _round(self, value: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        return _Rounded.apply(
+            value, self._of_samples(rounding.lost, value), self._of_samples(rounding.lost_gradient, value)
+        )
+
+    def _of_samples(self, lost: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor | None:
+        """Returns the part of `lost` that belongs to the samples of this forward."""
+        if lost is None:
+            return None
+        for dim, (size, all_sizes) in enumerate(zip(value.shape, lost.shape, strict=True)):
+            if size != all_sizes:
+                per_sample = all_sizes // self._rounded.num_samples
+                return lost.narrow(dim, self._first_sample * per_sample, size)
+        return lost
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, lost: torch.Tensor | None, lost_gradient: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.lost_gradient = lost_gradient
+        return value.clone() if lost is None else value - lost
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        return grad if ctx.lost_gradient is None else grad - ctx.lost_gradient, None, None

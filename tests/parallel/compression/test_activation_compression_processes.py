@@ -1,0 +1,28 @@
+"""Codes between stages on processes, where a code is there only when it has been waited for."""
+
+import meshwright as mw
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.compression.activation_compression import ActivationCompression
+from meshwright.testing.ranks import ProcessPool
+from meshwright.verifier.messages import issued_messages, planned_messages
+from meshwright.verifier.parity import RankReport, compare_rank
+from meshwright.verifier.reference import record_lost, run_reference
+from tests.tiny_model import analyzed_model, case_of, tiny_job
+
+MESH, STEPS = mw.Mesh(pp=2), 2
+
+
+def compared(world: World) -> tuple[RankReport, bool]:
+    """Returns what this rank found, and whether it sent what its program states."""
+    analyzed = analyzed_model()
+    strategies = mw.Pipeline(schedule="interleaved"), ActivationCompression(codec="int8")
+    case = case_of(analyzed, mw.make_plan(analyzed, tiny_job(), MESH, strategies, 2))
+    report = compare_rank(case, world, run_reference(case, STEPS, record_lost(case, world, STEPS)))
+    stated = planned_messages(case.plan.for_rank(world.rank))
+    return report, issued_messages(report.sent_entries) == stated * STEPS
+
+
+def test_it_equals_one_device_on_processes(process_pool: ProcessPool):
+    reports = process_pool.run(compared, MESH)
+    found = [(report.differences, report.num_steps, exact) for report, exact in reports]
+    assert found == [([], STEPS, True)] * 2
