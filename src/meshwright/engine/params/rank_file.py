@@ -104,9 +104,20 @@ class RankFile:
             logger.warning(text + "memory of the host while they last", folder)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-file")
 
-    def start_read(self, begin: int, target: torch.Tensor, action: str) -> Work:
-        """Starts to read the bytes from `begin` on into `target`: page-aligned bytes, whole blocks."""
-        return FileWork(self._thread.submit(self._transfer, begin, target, action, writes=False))
+    def start_read(
+        self, begin: int, target: torch.Tensor, action: str, after: Callable[[], None] | None = None
+    ) -> Work:
+        """Starts to read the bytes from `begin` on into `target`: page-aligned bytes, whole blocks.
+
+        The thread of the file calls `after` first, which returns when `target` may be overwritten.
+        """
+
+        def read() -> None:
+            if after is not None:
+                after()
+            self._transfer(begin, target, action, writes=False)
+
+        return FileWork(self._thread.submit(read))
 
     def start_write(self, begin: int, source: torch.Tensor, action: str) -> Work:
         """Starts to write `source`, likewise."""

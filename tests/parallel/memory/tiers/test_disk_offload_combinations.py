@@ -14,6 +14,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import LossGuard, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
@@ -48,6 +49,26 @@ def test_it_changes_no_bit(case: str, tmp_path: Path):
     )
     assert static_checks(plan) == []
     data = batches(3, 12)
+    found, wanted = (
+        run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
+        for each in (plan, plain)
+    )
+    assert found == wanted
+
+
+WEIGHTS = ("optimizer_states", "weights")
+
+
+@pytest.mark.parametrize("case", ["cp 2, zero 3", "zero 3 of 3", "pp 2, tp 2, zero 3"])
+def test_weights_on_disk_change_no_bit(case: str, tmp_path: Path):
+    stages = (SPLIT, Pipeline(schedule="1f1b"), TensorParallel(), ZeRO("dp_replicate", 3, keep_mb=0.0))
+    mesh, strategies = CASES.get(case, (Mesh(pp=2, tp=2, dp_replicate=2), stages))
+    analyzed, data = analyzed_llama(), batches(3, 12)
+    disk = DiskOffload(str(tmp_path), 2, WEIGHTS)
+    plain, plan = (
+        make_plan(analyzed, job(), mesh, chosen, 2) for chosen in (strategies, (*strategies, disk))
+    )
+    assert static_checks(plan) == []
     found, wanted = (
         run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
         for each in (plan, plain)
@@ -115,12 +136,14 @@ def test_it_changes_no_bit_on_processes(process_pool: ProcessPool, tmp_path: Pat
     assert process_pool.run(on_process, Mesh(dp_replicate=3), str(tmp_path)) == [True] * 3
 
 
-@pytest.mark.parametrize("other", ["memory", "host"])
-def test_checkpoints_go_to_plans_without_it_and_back(other: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("other", "what"), [("memory", WEIGHTS[:1]), ("host", WEIGHTS[:1]), ("memory", WEIGHTS)]
+)
+def test_checkpoints_go_to_plans_without_it_and_back(other: str, what: tuple[str, ...], tmp_path: Path):
     analyzed, few = analyzed_llama(), replace(job(PrecisionConfig()), train=TrainConfig(batch=4, clip=0.5))
     elsewhere = (DDP(),) if other == "memory" else (ZeRO("dp_replicate", 2), Offload(step_on="host"))
     plain = make_plan(analyzed, few, Mesh(dp_replicate=2), (SPLIT, *elsewhere))
-    disk = (SPLIT, ZeRO("dp_replicate", 1), DiskOffload(str(tmp_path)))
+    disk = (SPLIT, ZeRO("dp_replicate", 3 if "weights" in what else 1), DiskOffload(str(tmp_path), what=what))
     plan = make_plan(analyzed, few, Mesh(dp_replicate=2), disk)
     loads_under_other_plan(analyzed, plain, plan, tmp_path / "plain")
     loads_under_other_plan(analyzed, plan, plain, tmp_path / "on disk")
