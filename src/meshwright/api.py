@@ -54,6 +54,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 from meshwright.run.training.trainer import Trainer, batch_tensors, select_local_batch
 from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
@@ -200,7 +201,8 @@ def parallelize(
         world: this rank in its mesh; by default torch.distributed if it is initialized, else one device.
         example: a batch, needed unless `model` is an `AnalyzedModel`.
 
-    Raises PlanError if the plan was made for another model, mesh or loss.
+    Raises PlanError if the plan was made for another model, mesh or loss, or if the rank keeps more in the
+    memory or on the disk of this host than is free.
     """
     _check_type("plan", plan, Plan, "mw.make_plan(analyzed, job, mesh)")
     if not isinstance(model, AnalyzedModel) and example is None:
@@ -230,6 +232,7 @@ def parallelize(
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)
+    check_ranks_fit_here(analyzed, plan, (world.rank,))
     set_float32_products(plan.job.precision, world.device)
     if world.device.type == "cpu":
         retain_heap()

@@ -24,6 +24,7 @@ import fcntl
 import logging
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -155,10 +156,22 @@ class RankFile:
             self._raise(f"{action} failed at byte {begin + done} of the file", error)
 
     def _raise(self, text: str, error: OSError) -> NoReturn:
-        code = error.errno or 0
-        name = errno.errorcode.get(code, str(code))
-        text = f"{text} in '{self._folder}': {error.strerror} ({name})"
-        raise PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=LOCATION) from error
+        raise _folder_error(text, self._folder, error) from error
+
+
+def free_disk_nbytes(folder: str) -> int:
+    """Returns the bytes that are free on the disk of `folder`. Raises PlanError if there is none."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _folder_error("no file can be made", folder, error) from error
+
+
+def _folder_error(text: str, folder: str, error: OSError) -> PlanError:
+    code = error.errno or 0
+    name = errno.errorcode.get(code, str(code))
+    text = f"{text} in '{folder}': {error.strerror} ({name})"
+    return PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=LOCATION)
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
