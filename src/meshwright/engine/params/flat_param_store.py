@@ -10,7 +10,7 @@ parameter per weight with elements here. PACK copies gradients to their places i
 this rank's shard of their sum.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam
-from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
+from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup, has_any
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.grad_bucket import copy_gradients
@@ -98,15 +98,17 @@ class FlatParamStore:
                 found[name] = self._by_name[name].optimizer_params[name]
         return found
 
-    def update_groups(self) -> Iterator[UpdateGroup]:
-        """Yields the stepped parameters, one group at a time, with their summed gradients."""
+    def update_groups(self, names: Set[str] | None = None) -> Iterator[UpdateGroup]:
+        """Yields the stepped parameters, one group at a time, with their summed gradients; with `names`, the
+        groups that have one of them.
+        """
         yield from (
             flat_param.update_group()
             for flat_param in self.by_param_group.values()
-            if flat_param.gradient is not None and flat_param.optimizer_params
+            if flat_param.gradient is not None and has_any(flat_param.optimizer_params, names)
         )
-        yield from self.master_weights.update_groups()
-        yield from self.matrix_owners.update_groups()
+        yield from self.master_weights.update_groups(names)
+        yield from self.matrix_owners.update_groups(names)
 
     @property
     def forward_is_collective(self) -> bool:
