@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import make_plan, parallelize
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
@@ -27,7 +28,7 @@ from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies
 from tests.parallel.memory.tiers import test_offload_combinations
 from tests.parallel.memory.tiers.test_offload_combinations import FP16, SPLIT, ended, job
-from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama
 
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     **test_offload_combinations.CASES,
@@ -71,6 +72,32 @@ def test_weights_on_disk_change_no_bit(case: str, tmp_path: Path):
     assert static_checks(plan) == []
     found, wanted = (
         run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
+        for each in (plan, plain)
+    )
+    assert found == wanted
+
+
+def test_frozen_weights_rest_on_disk_beside_those_that_are_trained(tmp_path: Path):
+    """Their records are read for each use, and no step writes them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "lm_head" in name)
+    analyzed, data = analyze(model, batches(1)[0], loss=token_cross_entropy()), batches(2, 12)
+    strategies = (SPLIT, ZeRO("dp_replicate", 3))
+    plain, plan = (
+        make_plan(analyzed, job(), Mesh(dp_replicate=2), chosen, 2)
+        for chosen in (strategies, (*strategies, DiskOffload(str(tmp_path), 2, WEIGHTS)))
+    )
+    actions = plan.for_rank(0).actions
+    read, written = (
+        {name for each in actions if each.kind == kind for name in each.tensors}
+        for kind in ("READ_PARAM", "WRITE_PARAM")
+    )
+    assert written == {name for name in read if "q_proj" in name or "lm_head" in name} < read
+    found, wanted = (
+        run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), plan.mesh)
         for each in (plan, plain)
     )
     assert found == wanted
