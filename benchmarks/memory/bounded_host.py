@@ -35,11 +35,11 @@ import transformers
 from torch import nn
 
 from benchmarks.harness.result import Result
-from meshwright import api
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
@@ -143,7 +143,7 @@ def trained(kind: str, sizes: Sizes, folder: str, limit: int) -> Run:
     analyzed, plan = planned(kind, sizes, folder)
     cgroup, cached = MemoryCgroup(limit), []
     world = single_rank_world(torch.device("cpu"))
-    unchecked = patch.object(api, "check_ranks_fit_here") if kind == "host" else nullcontext()
+    unchecked = patch.object(OOMAdvisor, "check_rank_fits_here") if kind == "host" else nullcontext()
     with unchecked, parallelize(analyzed, plan, world=world) as engine:
         _return_freed_memory()
         for step in range(STEPS):

@@ -54,7 +54,6 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 from meshwright.run.training.trainer import Trainer, batch_tensors, select_local_batch
 from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
@@ -232,11 +231,11 @@ def parallelize(
             location="parallelize",
         )
     check_dtype_support(plan.job.precision, world.device)
-    check_ranks_fit_here(analyzed, plan, (world.rank,))
     set_float32_products(plan.job.precision, world.device)
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(analyzed, plan, world.rank, world.device) as oom_advisor:
+        oom_advisor.check_rank_fits_here()
         rng = make_stateless_rng(analyzed, plan)
         module = make_trained_module(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan

@@ -40,6 +40,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
+from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 
 if sys.platform != "win32":
     pass
@@ -177,6 +178,10 @@ class OOMAdvisor:
 
     def __enter__(self) -> Self:
         return self
+
+    def check_rank_fits_here(self) -> None:
+        """Raises PlanError if the rank keeps more in the memory or on the disk of its host than is free."""
+        check_ranks_fit_here(self._analyzed, self._plan, (self._rank,))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
