@@ -173,9 +173,11 @@ RULES: dict[str, Rule] = {
     ),
     **dropped(PARAM_PATH, f"{ZERO}offload_param.nvme_path"),
     **dropped(
+        BUFFERS, *(f"{ZERO}offload_param.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu"))
+    ),
+    **dropped(
         ONLY_NVME,
         f"{ZERO}offload_optimizer.fast_init",
-        *(f"{ZERO}offload_param.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu")),
     ),
     **dropped(
         "how the host steps; here it runs PyTorch's fused AdamW, and results are the same",
