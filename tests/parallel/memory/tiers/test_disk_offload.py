@@ -46,7 +46,9 @@ STATES_ALONE, WITH_WEIGHTS = ("optimizer_states",), ("optimizer_states", "weight
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("store", "what"), [*((store, STATES_ALONE) for store in STORES), ("zero 3", WITH_WEIGHTS)]
+    ("store", "what"),
+    [*((store, STATES_ALONE) for store in STORES), ("zero 3", WITH_WEIGHTS)],
+    ids=[*STORES, "zero 3, weights"],
 )
 def test_it_changes_no_bit(
     store: str, what: tuple[str, ...], precision: str, num_buffers: int, tmp_path: Path

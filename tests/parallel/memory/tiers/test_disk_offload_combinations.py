@@ -164,7 +164,9 @@ def test_it_changes_no_bit_on_processes(process_pool: ProcessPool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("other", "what"), [("memory", WEIGHTS[:1]), ("host", WEIGHTS[:1]), ("memory", WEIGHTS)]
+    ("other", "what"),
+    [("memory", WEIGHTS[:1]), ("host", WEIGHTS[:1]), ("memory", WEIGHTS)],
+    ids=["memory", "host", "memory, weights"],
 )
 def test_checkpoints_go_to_plans_without_it_and_back(other: str, what: tuple[str, ...], tmp_path: Path):
     analyzed, few = analyzed_llama(), replace(job(PrecisionConfig()), train=TrainConfig(batch=4, clip=0.5))
