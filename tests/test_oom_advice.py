@@ -86,6 +86,16 @@ def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
         assert change.nbytes < now or change.plan.micro_batch < plan.micro_batch
 
 
+def test_offload_is_not_advised_where_the_device_is_the_host():
+    plan = copies()
+    on_device, on_host = (
+        [change.description for change in plan_changes(ANALYZED, plan, 0, on_host=each)]
+        for each in (False, True)
+    )
+    assert '[[strategies]] name = "offload"' in on_device
+    assert on_host == [each for each in on_device if "offload" not in each]
+
+
 def test_one_zero_stage_is_replaced_by_the_next_and_the_last_has_none():
     plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=2)), 1)
     words = [change.description for change in plan_changes(ANALYZED, plan, 0)]

@@ -3,6 +3,8 @@
     host step     ZeRO-2, states on the host, against DeepSpeed ZeRO-2 with offload_optimizer (its CPU Adam)
     everything    ZeRO-3, states, gradients and weights on the host, against DeepSpeed ZeRO-3 with
                   offload_optimizer and offload_param, and against FSDP2 with CPUOffloadPolicy
+    on disk       ZeRO-3, states and weights in files of /var/tmp, against DeepSpeed ZeRO-3 with both on NVMe,
+                  which needs libaio
     Adam alone    torch's fused AdamW over the shards, as the host steps them, against DeepSpeedCPUAdam over
                   the same elements: 25.6 M in pieces of a block, one thread
 
@@ -37,6 +39,8 @@ CLAIM = (
 )
 WINDOW, QUICK = Window(16, 40, 170), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 EVERYTHING = {"what": ("optimizer_states", "gradients", "weights"), "step_on": "host"}
+FOLDER = "/var/tmp"
+ON_DISK = {"folder": FOLDER, "what": ("optimizer_states", "weights")}
 NUM_ELEMENTS, NUM_PIECES = 25_600_000, 10
 
 
@@ -93,6 +97,10 @@ def rows() -> list[Row]:
         Row("host step, ZeRO-2", "DeepSpeed", deepspeed_zero, zero_2, sharded, ours(2, {"step_on": "host"})),
         Row("everything, ZeRO-3", "DeepSpeed", deepspeed_zero, zero_3, sharded, ours(3, EVERYTHING)),
         Row("everything, ZeRO-3", "FSDP2", fsdp, fsdp2, sharded, ours(3, EVERYTHING)),
+        Row(
+            *("on disk, ZeRO-3", "DeepSpeed NVMe", deepspeed_zero, {**zero_3, "folder": FOLDER}),
+            *(sharded, {"zero": {"stage": 3}, "disk": ON_DISK}),
+        ),
         Row(
             *("Adam alone", "DeepSpeedCPUAdam", adam_pieces, {"peer": True}, adam_pieces, {"peer": False}),
             bar=1.05,

@@ -37,6 +37,7 @@ from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
@@ -193,11 +194,13 @@ def deepspeed_zero(
     stage: int,
     half: bool = False,
     offload: Sequence[str] = (),
+    folder: str = "",
 ) -> Callable[[], object]:
     """Returns the same step with DeepSpeed's ZeRO over gloo, with its defaults except for the optimizer
     (torch's fused AdamW; DeepSpeed's CPU Adam where states are offloaded).
 
-    `half`: in bfloat16, with float32 masters. `offload`: of "optimizer" and "param", to the CPU.
+    `half`: in bfloat16, with float32 masters. `offload`: of "optimizer" and "param", to the CPU, or to files
+    in `folder`.
     """
     join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -216,8 +219,9 @@ def deepspeed_zero(
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": half},
     }
-    to_cpu = {f"offload_{each}": {"device": "cpu", "pin_memory": False} for each in offload}
-    config = {**options, "zero_optimization": {"stage": stage, **to_cpu}}
+    place = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
+    offloads = {f"offload_{each}": {**place, "pin_memory": False} for each in offload}
+    config = {**options, "zero_optimization": {"stage": stage, **offloads}}
     engine, *_ = deepspeed.initialize(
         model=plain, optimizer=optimizer, config=config, dist_init_required=False
     )
@@ -243,16 +247,18 @@ def sharded(
     zero: Mapping[str, Any],
     precision: Mapping[str, Any] | None = None,
     offload: Mapping[str, Any] | None = None,
+    disk: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
-    """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero`, `precision` and
-    `offload` are fields of `ZeRO`, `PrecisionConfig` and `Offload`; without `offload` nothing leaves the
-    device.
+    """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero`, `precision`,
+    `offload` and `disk` are fields of `ZeRO`, `PrecisionConfig`, `Offload` and `DiskOffload`; without one of
+    the last two nothing leaves the device.
     """
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared_memory=False)
     offloads = () if offload is None else (Offload(**offload),)
-    strategies = (SplitBatch(axis="dp_shard"), ZeRO(**zero), *offloads)
+    on_disk = () if disk is None else (DiskOffload(**disk),)
+    strategies = (SplitBatch(axis="dp_shard"), ZeRO(**zero), *offloads, *on_disk)
     return plan_step(workload, mesh, strategies, world, PrecisionConfig(**precision or {}))
 
 

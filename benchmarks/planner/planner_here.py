@@ -30,12 +30,13 @@ from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
 from benchmarks.planner.interleaved_device_bench import BenchTurn, bench_step, profile_of
-from benchmarks.planner.twelve_plans import CASES, analyze_and_plan, plan_step
+from benchmarks.planner.twelve_plans import ALL_CASES, CASES, analyze_and_plan, plan_step
 from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
-from meshwright.planner.program_cost.rank_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import nbytes_of_ranks
+from meshwright.run.launch.host_memory_check import SAME_MEMORY
 from meshwright.run.measure.profile_files import read_profile, write_profile
 
 NAME = "planner_here"
@@ -89,7 +90,7 @@ def interleaved_rounds(name: str, world: int, window: Window) -> Rounds:
 
 def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str, object]:
     """Returns the row of one plan, predicted and measured."""
-    case = CASES[name]
+    case = ALL_CASES[name]
     _, plan = analyze_and_plan(case)
     rounds = interleaved_rounds(name, case.mesh.world_size, window)
     bench_turns = [
@@ -101,7 +102,7 @@ def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str,
         median(rounds.figures(name, "wall_s")),
         [int(str(note)) for note in rounds.clean[-1][name].notes],
     )
-    planned_peaks = [peak_nbytes(plan, rank) for rank in range(case.mesh.world_size)]
+    planned_peaks = [nbytes_of_ranks(plan, [rank], SAME_MEMORY) for rank in range(case.mesh.world_size)]
     off = prediction.step_s / measured_s - 1
     bytes_off = max(
         (planned_peak / live_peak - 1 for planned_peak, live_peak in zip(planned_peaks, peaks, strict=True)),

@@ -1,4 +1,5 @@
-"""Twelve mixed plans of models of some 10 M parameters, as one rank runs them: for `planner_here`.
+"""Mixed plans of models of some 10 M parameters, as one rank runs them: twelve for `planner_here`, and those
+with offload for `planner_offload`.
 
 Four unmodified families of transformers, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
 over the shared memory of ranks of one host. A rank's note is the peak of live bytes of one step, of all
@@ -25,6 +26,9 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
+from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
@@ -70,6 +74,32 @@ CASES: Mapping[str, Case] = {
         "t5", Mesh(dp_replicate=2), (*DDP_REPLICAS, ActivationCheckpointing())
     ),
 }
+
+DISK_FOLDER = "/var/tmp"  # on a disk, not in memory
+EVERYTHING = ("optimizer_states", "gradients", "weights")
+OFFLOADED_CASES: Mapping[str, Case] = {
+    "llama, ddp on 2, states stepped on the device": Case(
+        "llama", Mesh(dp_replicate=2), (*DDP_REPLICAS, Offload())
+    ),
+    "gpt2, ZeRO 2 on 2, states stepped on the host": Case(
+        "gpt2", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=2), Offload(step_on="host"))
+    ),
+    "llama, ZeRO 3 on 2, everything on the host": Case(
+        "llama", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=3), Offload(EVERYTHING, "host"))
+    ),
+    "llama, ZeRO 2 on 2, states on disk": Case(
+        "llama", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=2), DiskOffload(DISK_FOLDER))
+    ),
+    "llama, ZeRO 3 on 2, states and weights on disk": Case(
+        "llama",
+        Mesh(dp_shard=2),
+        (SPLIT, ZeRO(stage=3), DiskOffload(DISK_FOLDER, what=("optimizer_states", "weights"))),
+    ),
+    "gpt2, ddp on 2, activations on the host": Case(
+        "gpt2", Mesh(dp_replicate=2), (*DDP_REPLICAS, ActivationOffload())
+    ),
+}
+ALL_CASES = {**CASES, **OFFLOADED_CASES}
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -146,7 +176,7 @@ def analyze_and_plan(case: Case) -> tuple[AnalyzedModel, Plan]:
 def plan_step(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
     """Returns the step of one rank, whose note is the peak of live bytes of the last warm-up step."""
     torch.set_num_threads(1)
-    case = CASES[plan]
+    case = ALL_CASES[plan]
     join(rank, size, store)
     world = TorchWorld(case.mesh, rank, "cpu")
     engine = parallelize(*analyze_and_plan(case), world=world)

@@ -3,6 +3,7 @@ what blocks keep for their backward, which ranks along tp may keep in parts.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from tempfile import gettempdir
 
@@ -45,6 +46,8 @@ def with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[St
     chosen: Strategy = rng.choice(modes)
     if rng.random() < 0.3:
         chosen = DiskOffload(gettempdir(), num_buffers=rng.choice((1, 2, 3)))
+        if chosen.num_buffers < 3 and any(isinstance(each, ZeRO) and each.stage == 3 for each in strategies):
+            chosen = replace(chosen, what=("optimizer_states", "weights"))
     mixed = [*strategies, chosen]
     rng.shuffle(mixed)
     return tuple(mixed)

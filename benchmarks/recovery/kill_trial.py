@@ -51,14 +51,16 @@ Process = forked_command.Forked | subprocess.Popen[bytes]
 class Kind:
     """A job of the matrix: its options, the rank counts of its attempts, and the exactness of resuming.
 
-    `tolerance` is relative to the largest element of a tensor; None: bit for bit. Attempts take `plans`, more
-    options, in turn, from the first on.
+    `tolerance` is relative to the largest element of a tensor; None: bit for bit. `norm_tolerance` is that of
+    the gradient norm, if it is another: stages sum it in another order. Attempts take `plans`, more options,
+    in turn, from the first on.
     """
 
     name: str
     options: tuple[str, ...]
     ranks: tuple[int, ...]
     tolerance: float | None = None
+    norm_tolerance: float | None = None
     plans: tuple[tuple[str, ...], ...] = ((),)
 
 
@@ -206,8 +208,7 @@ class Trial:
         mine, theirs = metrics(self.run), metrics(self.undisturbed)
         if sorted(mine) != list(range(1, STEPS + 1)):
             self._fail(f"the journal has the steps {sorted(mine)}")
-        tolerance = self.kind.tolerance
-        wrong = [step for step in theirs if not metrics_equal(mine.get(step, ()), theirs[step], tolerance)]
+        wrong = [step for step in theirs if not self._metrics_equal(mine.get(step, ()), theirs[step])]
         self._fail_with("the metrics of steps", list(map(str, wrong)))
         if self._newest() != STEPS:
             self._fail(f"the last checkpoint is of step {self._newest()}")
@@ -218,6 +219,14 @@ class Trial:
             if is_leftover(path)
         ]
         self._fail_with("left behind:", [str(path.relative_to(self.folder)) for path in left])
+
+    def _metrics_equal(self, mine: Sequence[float], theirs: Sequence[float]) -> bool:
+        tolerance, at = self.kind.tolerance, METRICS.index("grad_norm")
+        if self.kind.norm_tolerance is None or len(mine) != len(theirs):
+            return metrics_equal(mine, theirs, tolerance)
+        norms = metrics_equal(mine[at : at + 1], theirs[at : at + 1], self.kind.norm_tolerance)
+        others = [(*each[:at], *each[at + 1 :]) for each in (mine, theirs)]
+        return norms and metrics_equal(others[0], others[1], tolerance)
 
     def _fail_with(self, what: str, names: list[str]) -> None:
         if names:

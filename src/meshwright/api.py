@@ -200,7 +200,8 @@ def parallelize(
         world: this rank in its mesh; by default torch.distributed if it is initialized, else one device.
         example: a batch, needed unless `model` is an `AnalyzedModel`.
 
-    Raises PlanError if the plan was made for another model, mesh or loss.
+    Raises PlanError if the plan was made for another model, mesh or loss, or if the rank keeps more in the
+    memory or on the disk of this host than is free.
     """
     _check_type("plan", plan, Plan, "mw.make_plan(analyzed, job, mesh)")
     if not isinstance(model, AnalyzedModel) and example is None:
@@ -234,6 +235,7 @@ def parallelize(
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(analyzed, plan, world.rank, world.device) as oom_advisor:
+        oom_advisor.check_rank_fits_here()
         rng = make_stateless_rng(analyzed, plan)
         module = make_trained_module(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan

@@ -4,7 +4,8 @@
     live      what this rank had of them when it failed, and the whole process
     changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with
               fewer microbatches in flight; half the microbatch; shards of the parameters; activation
-              checkpointing; activations on the host; sequence sharding over the data-parallel ranks
+              checkpointing; states and activations on the host, unless that is the memory of the device;
+              sequence sharding over the data-parallel ranks
 
 The first change below the limit is named, if there is a limit: the memory of the device, or what the system
 grants the process. Memory that the plan does not know is assumed to shrink with the microbatch, and else to
@@ -39,6 +40,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
+from meshwright.run.launch.host_memory_check import check_ranks_fit_here
 
 if sys.platform != "win32":
     pass
@@ -120,9 +122,11 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     return fullest
 
 
-def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[PlanChange]:
+def plan_changes(
+    analyzed: AnalyzedModel, plan: Plan, rank: int, *, on_host: bool = False
+) -> Iterator[PlanChange]:
     """Yields the plans of the same job on as many ranks that need less memory than `plan`, the cheapest in
-    time first.
+    time first; with `on_host`, where device and host are one memory, none that offloads to the host.
     """
     now = sum(planned_nbytes(plan, rank).values())
     here = [
@@ -131,8 +135,7 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
         *_shrink_microbatch(plan),
         *_shards(plan, (3,)),
         *_recompute(plan),
-        *_offload(plan),
-        *_offload_activations(plan),
+        *(() if on_host else (*_offload(plan), *_offload_activations(plan))),
     ]
     tried = [(plan.mesh, plan.model_spec, each) for each in here]
     if can_shard_sequence(analyzed):
@@ -176,6 +179,10 @@ class OOMAdvisor:
     def __enter__(self) -> Self:
         return self
 
+    def check_rank_fits_here(self) -> None:
+        """Raises PlanError if the rank keeps more in the memory or on the disk of its host than is free."""
+        check_ranks_fit_here(self._analyzed, self._plan, (self._rank,))
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -183,7 +190,8 @@ class OOMAdvisor:
             return
         live = {} if self.executor is None else self.executor.memory_by_category()
         seen = MemoryUsage(self._before, process_nbytes(self._device), memory_limit(self._device), live)
-        others = list(plan_changes(self._analyzed, self._plan, self._rank))
+        on_host = self._device.type == "cpu"
+        others = list(plan_changes(self._analyzed, self._plan, self._rank, on_host=on_host))
         shardable = self._plan.mesh.cp == 1 and can_shard_sequence(self._analyzed)
         raise OutOfMemory(
             oom_message(error, self._plan, self._rank, seen, others, sequence_shardable=shardable)

@@ -149,4 +149,4 @@ def test_a_host_that_is_too_small_is_told_before_a_rank_starts(tmp_path, capsys,
 def test_a_rank_of_another_launcher_looks_at_its_own_host(config, capsys):
     code, _, err = invoke(capsys, *alone(config))
     assert code == 2
-    assert "the rank of this host needs" in err
+    assert "rank 0 of this host needs" in err

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_a_step_that_differs_by_one_bit_or_is_missing_is_noticed(trial: Trial):
     assert failures_of(trial) == ["attempt 0: the metrics of steps 5"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
     assert any(f"the metrics of steps 5, {STEPS}" in failure for failure in failures_of(trial))
+
+
+def test_the_norm_alone_may_have_a_tolerance(trial: Trial):
+    trial.kind = replace(trial.kind, norm_tolerance=1e-6)
+    path = trial.run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[3]["grad_norm"] *= 1 + 1e-7
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failures_of(trial) == []
+    lines[4]["loss"] += 2.0**-50
+    lines[5]["grad_norm"] *= 1 + 1e-5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failures_of(trial) == ["attempt 0: the metrics of steps 5, 6"]
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,21 @@ def test_offloaded_parameters_rest_and_are_stepped_on_the_host(tmp_path: Path):
     assert planned(tmp_path, "b.yaml", text).sharding.tiers.weights == "host"
 
 
-def test_offload_of_activations_and_hybrid_sharding_are_refused_with_the_repair(tmp_path: Path):
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_checkpointed_activations_are_offloaded(checkpoints: bool, tmp_path: Path):
     text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
     text += "  fsdp_activation_checkpointing_offload: true\n"
+    text += f"  fsdp_activation_checkpointing: {str(checkpoints).lower()}\n"
+    result = imported(tmp_path, "a.yaml", text)
+    names = [each["name"] for each in result.document["strategies"]]
+    assert ("activation_offload" in names) == checkpoints
+    fate = row(result, "fsdp_config.fsdp_activation_checkpointing_offload")
+    assert fate.startswith("mapped: activation_offload" if checkpoints else "dropped: only with fsdp_activ")
+
+
+def test_hybrid_sharding_is_refused_with_the_repair(tmp_path: Path):
+    text = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n"
     result = imported(tmp_path, "a.yaml", text + "  fsdp_sharding_strategy: HYBRID_SHARD\n")
-    assert row(result, "fsdp_config.fsdp_activation_checkpointing_offload").startswith(
-        "refused: activations are not offloaded to host memory -> nearest: activation_checkpointing"
-    )
     assert "mesh.dp_replicate to the hosts" in row(result, "fsdp_config.fsdp_sharding_strategy")
 
 

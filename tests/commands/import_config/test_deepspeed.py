@@ -74,7 +74,7 @@ def test_weight_decay_applies_to_norms_and_biases_as_in_one_parameter_group(tmp_
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param.device",
-            "refused: weights rest in host memory with the optimizer states",
+            "refused: weights rest where the optimizer states that step them rest",
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}},

@@ -1,4 +1,4 @@
-"""Offload of DeepSpeed to NVMe: states on disk are translated, weights on disk are refused."""
+"""Offload of DeepSpeed to NVMe is translated, and so is where it keeps checkpointed activations."""
 
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,57 @@ def test_its_plan_keeps_states_on_disk(tmp_path: Path):
     assert (plan.sharding.tiers.optimizer_states, plan.sharding.tiers.disk_folder) == ("disk", "/local_nvme")
 
 
+def test_weights_on_nvme_rest_beside_the_states(tmp_path: Path):
+    param = {"device": "nvme", "nvme_path": "/elsewhere", "buffer_count": 4}
+    given = {**zero(offload_optimizer=NVME, offload_param=param), "train_batch_size": 32}
+    result = imported(tmp_path, "ds.json", given, devices=2)
+    assert result.is_complete
+    written = {"name": "disk_offload", "folder": "/local_nvme", "what": ["optimizer_states", "weights"]}
+    assert result.document["strategies"][-1] == written
+    path = row(result, "zero_optimization.offload_param.nvme_path")
+    assert path == "dropped: weights on NVMe rest in the folder of the optimizer states (offload_optimizer)"
+    tiers = planned(tmp_path, "ds.json", given, devices=2).sharding.tiers
+    assert (tiers.optimizer_states, tiers.weights) == ("disk", "disk")
+
+
+@pytest.mark.parametrize(("optimizer", "param"), [(CPU, "nvme"), (NVME, "cpu"), ({"device": "none"}, "nvme")])
+def test_weights_elsewhere_than_their_states_are_refused(
+    tmp_path: Path, optimizer: dict[str, Any], param: str
+):
+    given = zero(offload_optimizer=optimizer, offload_param={"device": param, "nvme_path": "/a"})
+    result = imported(tmp_path, "ds.json", given, devices=2)
+    message = "refused: weights rest where the optimizer states that step them rest"
+    assert row(result, "zero_optimization.offload_param.device").startswith(message)
+    assert "weights" not in str(result.document["strategies"])
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "param", "message"),
+    ("options", "tp", "strategies"),
     [
-        (NVME, {"device": "nvme", "nvme_path": "/a"}, "refused: weights rest on the device or on the host"),
-        (CPU, {"device": "nvme", "nvme_path": "/a"}, "refused: weights rest on the device or on the host"),
-        (NVME, CPU, "refused: weights rest in host memory with the optimizer states"),
+        (("partition_activations",), 2, ("activation_checkpointing", "partitioned_activations")),
+        (("cpu_checkpointing",), 1, ("activation_checkpointing", "activation_offload")),
+        (
+            ("partition_activations", "cpu_checkpointing"),
+            2,
+            ("activation_checkpointing", "partitioned_activations", "activation_offload"),
+        ),
+        (("partition_activations",), 1, ()),
     ],
 )
-def test_weights_on_nvme_are_refused(
-    tmp_path: Path, optimizer: dict[str, Any], param: dict[str, Any], message: str
+def test_what_checkpointed_blocks_keep_rests_elsewhere(
+    tmp_path: Path, options: tuple[str, ...], tp: int, strategies: tuple[str, ...]
 ):
-    given = zero(offload_optimizer=optimizer, offload_param=param)
-    result = imported(tmp_path, "ds.json", given, devices=2)
-    assert row(result, "zero_optimization.offload_param.device").startswith(message)
+    given = {
+        **ZERO_3,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": tp},
+        "activation_checkpointing": dict.fromkeys(options, True),
+    }
+    result = imported(tmp_path, "ds.json", given, devices=2 * tp)
+    names = [each["name"] for each in result.document["strategies"]]
+    assert tuple(name for name in names if "activation" in name) == strategies
+    for option in options:
+        fate = row(result, f"activation_checkpointing.{option}")
+        assert fate.startswith(
+            "mapped: activation_checkpointing" if strategies else "dropped: only with tensor"
+        )

@@ -107,12 +107,12 @@ def test_defaults_of_megatron_are_written(tmp_path: Path):
         (
             "--cpu-offloading-num-layers 2",
             "cpu-offloading-num-layers",
-            "refused: activations are not offloaded",
+            "refused: what leaves the device is not chosen by module",
         ),
         (
             "--fine-grained-activation-offloading",
             "fine-grained-activation-offloading",
-            "refused: activations",
+            "refused: what leaves the device is not chosen by module",
         ),
         (
             "--rampup-batch-size 16 8 300",

@@ -253,11 +253,19 @@ def test_states_that_no_host_holds_go_to_its_disk_and_are_written(tmp_path: Path
     asked = SearchOptions("13b: layers 40 hidden 5120 heads 40", 1, machine, 8)
     found, text = run_search(asked), shown(asked)
     assert "optimizer states on disk, stepped on the host" in text
-    assert "on disk (disk_offload.folder), whose free space is not known here" in text
+    assert "nothing fits without offload to disk" in text
+    assert "on its disk (disk_offload.folder), whose free space is not known: write disk_gb" in text
     assert "5 GB/s to and from its disk; hosts 64 GiB" in text
     row = outcome_as_dict(found)["configurations"][0]
     assert row["disk_bytes"] == pytest.approx(12 * found.request.shape.numel, rel=0.001)
     assert row["host_bytes"] < 64 * 2**30
+    full = node(tmp_path, "host_gb = 64", "disk_gb_s = 5", "disk_gb = 20")
+    with pytest.raises(PlanError, match="disks with more than 20 GiB free"):
+        run_search(replace(asked, hardware=full))
+    with pytest.raises(
+        PlanError, match=r"no disk holds what the ranks of its host keep there: \d+ GiB of 20"
+    ):
+        run_search(replace(asked, hardware=full, constraints=("offload=disk",)))
     write_config(found, tmp_path / "plan.toml")
     comments = " ".join((tmp_path / "plan.toml").read_text().replace("\n# ", " ").split())
     assert "name one on a fast disk of each host" in comments

@@ -14,6 +14,8 @@ from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params import rank_file
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.job.errors import PlanError
@@ -58,8 +60,14 @@ def stepped(executor: StepExecutor, steps: int) -> dict[str, object]:
     return bits(executor.state_dict())
 
 
-def test_live_storages_are_those_that_the_plan_says_in_all_tiers(tmp_path: Path):
-    plain, plan = planned(), planned(DiskOffload(str(tmp_path), num_buffers=2))
+WEIGHTS = ("optimizer_states", "weights")
+SHARDS = (BatchSplit(), ZeRO("dp_replicate", 3, keep_mb=0.0))
+
+
+@pytest.mark.parametrize("what", [WEIGHTS[:1], WEIGHTS])
+def test_live_storages_are_those_that_the_plan_says_in_all_tiers(what: tuple[str, ...], tmp_path: Path):
+    store = SHARDS if "weights" in what else ()
+    plain, plan = planned(*store), planned(*store, DiskOffload(str(tmp_path), 2, what))
 
     def live_nbytes() -> int:
         gc.collect()
@@ -187,6 +195,41 @@ def test_an_optimizer_that_keeps_more_than_the_plan_says_is_an_error(tmp_path: P
             executor.step(BATCH)
 
     on_rank(plan, body)
+
+
+def test_an_evaluation_reads_weights_and_leaves_them_out_of_memory(tmp_path: Path):
+    """Also the first thing of all; a disk that fails then is an error."""
+    plain, plan = planned(*SHARDS), planned(*SHARDS, DiskOffload(str(tmp_path), 2, WEIGHTS))
+    error = OSError(5, "Input/output error")
+
+    def body(executor: StepExecutor, world: World) -> list[float]:
+        found = [executor.evaluate([BATCH]).loss]
+        executor.step(BATCH)
+        found.append(executor.evaluate([BATCH]).loss)
+        if executor.state.disk is not None:
+            with (
+                patch.object(rank_file.os, "preadv", side_effect=error),
+                pytest.raises(PlanError, match="EIO"),
+            ):
+                executor.evaluate([BATCH])
+        executor.step(BATCH)
+        return [*found, executor.evaluate([BATCH]).loss]
+
+    assert on_rank(plan, body) == on_rank(plain, body)
+
+
+@pytest.mark.parametrize(("call", "kind"), [("preadv", "READ_PARAM"), ("pwritev", "WRITE_PARAM")])
+def test_a_disk_that_fails_at_weights_ends_the_step_with_its_name(call: str, kind: str, tmp_path: Path):
+    plan = planned(*SHARDS, DiskOffload(str(tmp_path), what=WEIGHTS))
+
+    def body(executor: StepExecutor, world: World) -> str:
+        executor.step(BATCH)
+        error = OSError(5, "Input/output error")
+        with patch.object(rank_file.os, call, side_effect=error), pytest.raises(PlanError) as refused:
+            executor.step(BATCH)
+        return str(refused.value)
+
+    assert f"{kind}(" in on_rank(plan, body)
 
 
 def test_masters_are_not_in_memory_between_steps(tmp_path: Path):

@@ -226,3 +226,20 @@ def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
         action.kind in ("UNSHARD", "REDUCE") for action in plan_of(stage).program.actions(FIRST_ROLE)
     )
     assert on_ranks(stage, traced, NotedWorld) == [expected] * RANKS
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_of_one_group_makes_the_views_of_that_group_alone(stage: int):
+    def body(executor: StepExecutor, step: Callable[[], float]) -> list[bool]:
+        step()
+        store = executor.state.flat_params
+        stepped = {id(parameter): name for name, parameter in store.optimizer_params().items()}
+        found = []
+        for group in store.by_param_group.values():
+            names = frozenset(name for name, _, _ in group.spec.params)
+            chosen = [stepped[id(p)] for each in store.update_groups(names) for p in each.parameters]
+            found.append(set(chosen) == set(group.optimizer_params))
+        every = {stepped[id(p)] for each in store.update_groups() for p in each.parameters}
+        return [*found, every == set(store.optimizer_params())]
+
+    assert all(all(found) for found in on_ranks(stage, body))

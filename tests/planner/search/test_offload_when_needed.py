@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.analytic.parallel_config import OFFLOAD_MODES, ScheduleProfile
@@ -134,10 +135,24 @@ def test_states_go_to_a_disk_where_no_host_holds_them():
     best = found.best[0]
     assert found_by.host_nbytes(best.config) <= 64 * GIB
     assert best.memory.disk == pytest.approx(12 * LARGE.numel / 2, rel=0.02)
-    assert any("on disk (disk_offload.folder)" in note for note in offload_notes(found_by, found))
+    said = format_nbytes(found_by.disk_nbytes(best.config))
+    notes = list(offload_notes(found_by, found))
+    assert "nothing fits without offload to disk" in notes
+    assert any(f"keep {said} on its disk (disk_offload.folder), whose free space is not" in n for n in notes)
     roomy = request(host(**KNOWN, disk_rate=5e9))
     assert search_or_offload(roomy)[1].best[0].config.offload != "disk"  # memory is faster
     assert "offload to disk, which fits and has no price: write disk_gb_s" in offload_repair(request(little))
+
+
+def test_a_disk_that_cannot_hold_what_the_ranks_of_its_host_keep_is_refused():
+    needed = 12 * LARGE.numel
+    sizes = {**KNOWN, "host_memory": 64 * GIB, "disk_rate": 5e9}
+    enough, little = (request(host(**sizes, disk_space=nbytes)) for nbytes in (1.1 * needed, 0.9 * needed))
+    found_by, found = search_or_offload(enough)
+    assert found_by.disk_nbytes(found.best[0].config) == pytest.approx(needed, rel=0.02)
+    assert not any("free space" in note for note in offload_notes(found_by, found))
+    assert not search_or_offload(little)[1].best
+    assert f"disks with more than {format_nbytes(0.9 * needed)} free (disk_gb)" in offload_repair(little)
 
 
 def test_activations_leave_where_they_do_not_fit_and_the_link_hides_them():

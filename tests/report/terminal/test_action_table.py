@@ -205,11 +205,17 @@ def pipeline_programs() -> tuple[Plan, ...]:
 
 @cache
 def offloaded_programs() -> tuple[Plan, ...]:
-    """Optimizer states that the device steps in turn, those that the host steps, and those on disk."""
+    """Optimizer states that the device steps in turn, those that the host steps, and those on disk, with
+    weights.
+    """
     spec, rows = SyntheticModel().model_spec, BatchSplit(axis="dp_shard")
     return tuple(
-        Plan.make(JOB, Mesh(dp_shard=3), spec, (rows, ZeRO(stage=2), offload), 2)
-        for offload in (Offload(), Offload(step_on="host"), DiskOffload("folder"))
+        Plan.make(JOB, Mesh(dp_shard=3), spec, (rows, ZeRO(stage=stage), offload), 2)
+        for stage, offload in (
+            (2, Offload()),
+            (2, Offload(step_on="host")),
+            (3, DiskOffload("folder", what=("optimizer_states", "weights"))),
+        )
     )
 
 

@@ -166,10 +166,24 @@ def test_a_host_that_is_too_small_for_all_its_ranks_stands_out_and_an_unknown_on
     assert "is not known" not in fits
 
 
+def test_a_disk_that_is_too_small_for_all_ranks_of_its_host_stands_out():
+    *_, plan = offloaded_programs()
+    ranks = [peak_nbytes(plan, rank, "disk") for rank in range(3)]
+    pair, device = max(ranks[0] + ranks[1], ranks[2]), replace(find_device("h100"), devices_per_host=2)
+    small, large = (replace(device, disk_space=nbytes) for nbytes in (pair - 1, pair))
+    too_small, fits, unknown = (
+        " ".join(shown(overview(plan, device=each)).split()) for each in (small, large, device)
+    )
+    said = f"ranks 0 to 1, on one host, need {format_nbytes(pair)} on disk, and the disk of a host has"
+    assert said in too_small
+    assert said not in fits
+    assert said not in unknown
+
+
 def test_what_rests_on_disk_is_said():
     *_, plan = offloaded_programs()
     states, text = state_bytes(plan, 0, "disk"), " ".join(shown(overview(plan)).split())
-    assert f"disk of rank 0, the fullest: {format_nbytes(states.total)} (master" in text
+    assert f"disk of rank 0, the fullest: {format_nbytes(states.total)} (parameters" in text
     assert "host memory of rank 0, the fullest" in text
     assert f"{format_nbytes(states.total)} on disk" in states_text(plan)
 

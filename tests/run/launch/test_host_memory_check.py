@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright.api import analyze
+from meshwright.api import analyze, parallelize
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
@@ -17,7 +18,13 @@ from meshwright.plan.job.errors import PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import nbytes_of_ranks, peak_nbytes
-from meshwright.run.launch.host_memory_check import SAME_MEMORY, check_host_memory
+from meshwright.run.launch import host_memory_check
+from meshwright.run.launch.host_memory_check import (
+    SAME_MEMORY,
+    check_disk_space,
+    check_host_memory,
+    check_ranks_fit_here,
+)
 from tests.parallel.memory.tiers.test_offload import ADAMW, ANALYZED, STORES
 from tests.tiny_model import VOCABULARY, plan_of, tiny_job, token_samples
 
@@ -106,3 +113,35 @@ def test_a_host_too_small_for_everything_is_told_what_is_needed():
     plan = plan_with(*STORES["zero 1"], Offload())
     needed = format_nbytes(nbytes_of_ranks(plan, range(2), HOST))
     assert f"a host with {needed} of free memory" in refusal(plan, 1)
+
+
+def test_a_disk_that_is_too_small_for_the_files_of_all_ranks_is_refused(tmp_path: Path):
+    plan = plan_with(*STORES["zero 1"], DiskOffload(str(tmp_path)))
+    needed = sum(peak_nbytes(plan, rank, "disk") for rank in range(2))
+    check_disk_space(plan, range(2), needed)
+    check_disk_space(plan, [1], needed - 1)
+    with pytest.raises(PlanError) as refused:
+        check_disk_space(plan, range(2), needed - 4096)
+    text = str(refused.value)
+    assert f"2 ranks of this host need {format_nbytes(needed)} on the disk of '{tmp_path}'" in text
+    assert "free 4 KiB more, name a folder on a larger disk" in text
+
+
+def test_a_folder_that_is_missing_is_refused_before_ranks_start(tmp_path: Path):
+    plan = plan_with(*STORES["zero 1"], DiskOffload(str(tmp_path / "missing")))
+    with pytest.raises(PlanError, match=r"No such file or directory \(ENOENT\)"):
+        check_ranks_fit_here(ANALYZED, plan, range(2))
+    check_ranks_fit_here(ANALYZED, plan_with(*STORES["zero 1"], DiskOffload(str(tmp_path))), range(2))
+
+
+@pytest.mark.parametrize("lacking", ["memory", "disk"])
+def test_parallelize_refuses_a_rank_that_does_not_fit_here(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plan = plan_with(DiskOffload(str(tmp_path)), ranks=1)
+    if lacking == "memory":
+        monkeypatch.setattr(host_memory_check, "free_and_total_host_nbytes", lambda: (4096, 1 << 30))
+    else:
+        monkeypatch.setattr(host_memory_check, "free_disk_nbytes", lambda folder: 4096)
+    with pytest.raises(PlanError, match=f"rank 0 of this host needs .* {lacking}"):
+        parallelize(ANALYZED, plan)

@@ -53,10 +53,10 @@ def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
 
 
 def test_rates_of_copies_are_read_where_they_are_known(tmp_path: Path):
-    rates = "host_link_gb_s = 60\ndisk_gb_s = 3\nhost_memory_gb_s = 40\nhost_gb = 256\n"
+    rates = "host_link_gb_s = 60\ndisk_gb_s = 3\nhost_memory_gb_s = 40\nhost_gb = 256\ndisk_gb = 4000\n"
     found = read_machine(written(tmp_path, OWN + rates), 8).device
     assert (found.host_link_rate, found.disk_rate, found.host_memory_rate) == (60e9, 3e9, 40e9)
-    assert found.host_memory == 256 * 2**30
+    assert (found.host_memory, found.disk_space) == (256 * 2**30, 4000 * 2**30)
     plain = read_machine(written(tmp_path, OWN), 8).device
     assert (plain.host_link_rate, plain.disk_rate, plain.host_memory_rate) == (0.0, 0.0, 0.0)
     assert "host_link_gb_s = 0" in refused(tmp_path, OWN + "host_link_gb_s = 0\n")

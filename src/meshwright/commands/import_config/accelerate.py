@@ -6,9 +6,8 @@ holds the model, the data, the batch and the optimizer: they are listed as missi
 
 from dataclasses import replace
 
-from meshwright.commands.import_config.deepspeed_offload import ONLY_NVME, offloaded_of
+from meshwright.commands.import_config.deepspeed_offload import PARAM_PATH, offloaded_of
 from meshwright.commands.import_config.option_rules import (
-    ACTIVATION_OFFLOAD,
     DISK_KEYS,
     HOST_STEPS,
     OFF_TEXT,
@@ -41,6 +40,7 @@ RULES: dict[str, Rule] = {
     f"{FSDP}fsdp_sharding_strategy": mapped("zero.stage", "zero.gather"),
     f"{FSDP}fsdp_reshard_after_forward": mapped("zero.stage", "zero.gather"),
     f"{FSDP}fsdp_activation_checkpointing": mapped("activation_checkpointing"),
+    f"{FSDP}fsdp_activation_checkpointing_offload": mapped("activation_offload"),
     f"{DS}zero_stage": mapped("zero.stage"),
     f"{DS}gradient_accumulation_steps": mapped(reason="follows from train.batch and micro_batch"),
     f"{DS}gradient_clipping": mapped("train.clip"),
@@ -94,7 +94,7 @@ RULES: dict[str, Rule] = {
     **dropped("parameters keep their names", f"{FSDP}fsdp_use_orig_params"),
     **dropped("both versions mean the same here", f"{FSDP}fsdp_version"),
     f"{DS}offload_optimizer_nvme_path": mapped("disk_offload.folder"),
-    **dropped(ONLY_NVME, f"{DS}offload_param_nvme_path"),
+    **dropped(PARAM_PATH, f"{DS}offload_param_nvme_path"),
     **dropped(
         "keys and values travel round a ring", f"{PC}cp_comm_strategy", f"{PC}cp_backend", f"{PC}sp_backend"
     ),
@@ -105,7 +105,6 @@ RULES: dict[str, Rule] = {
         (f"{FSDP}fsdp_offload_params", f"{DS}offload_optimizer_device", f"{DS}offload_param_device"),
         mapped(*OFFLOAD_KEYS, *DISK_KEYS, reason=HOST_STEPS),
     ),
-    **refused(*ACTIVATION_OFFLOAD, f"{FSDP}fsdp_activation_checkpointing_offload"),
     **refused("modules are not left out of sharding", "leave it out", f"{FSDP}fsdp_ignored_modules"),
     **refused("float8 products are not there", 'precision.compute = "bfloat16"', "fp8_config"),
     **refused("TPUs are not trained on", "train on GPUs or CPUs", "downcast_bf16"),
@@ -142,6 +141,11 @@ def translate(config: Translation, devices: int) -> None:
         config.record_default("clip_grad_norm_ in the script", "none", "train.clip")
     config.map(f"{PC}sp_seq_length", "data.sequence")
     write_layout(config, layout, checkpointing)
+    offloads = f"{FSDP}fsdp_activation_checkpointing_offload"
+    if config.get(offloads, False) and checkpointing is not None:
+        config.add_strategy("activation_offload")
+    else:
+        config.drop(offloads, "only with fsdp_activation_checkpointing")
     config.missing += [
         "model.source",
         "data.source",

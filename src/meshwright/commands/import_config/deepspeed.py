@@ -6,7 +6,16 @@ decay of norms and biases.
 
 from typing import Any
 
-from meshwright.commands.import_config.deepspeed_offload import ONLY_NVME, PIPELINED, ZERO, offloaded_of
+from meshwright.commands.import_config.deepspeed_offload import (
+    CHECKPOINTING,
+    ONLY_NVME,
+    PARAM_PATH,
+    PIPELINED,
+    ZERO,
+    checkpoints_blocks,
+    offloaded_of,
+    write_activations,
+)
 from meshwright.commands.import_config.option_rules import (
     DISK_KEYS,
     HOST_STEPS,
@@ -28,6 +37,7 @@ from meshwright.commands.import_config.parallel_layout import (
 )
 
 QUANTIZED = "quantized communication is not there", 'precision.reduce = "bfloat16" halves gradients'
+EVERY_BLOCK = "of every block; DeepSpeed checkpoints where the model's code calls deepspeed.checkpointing"
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
 CHECKPOINT_FORMAT = "the format of DeepSpeed's checkpoints; those here reshard between any two plans"
 DTYPES = {
@@ -166,11 +176,13 @@ RULES: dict[str, Rule] = {
         "a buffer of DeepSpeed holds one state of a parameter; here it holds a parameter group",
         f"{ZERO}offload_optimizer.buffer_count",
     ),
+    **dropped(PARAM_PATH, f"{ZERO}offload_param.nvme_path"),
+    **dropped(
+        BUFFERS, *(f"{ZERO}offload_param.{name}" for name in ("buffer_count", "buffer_size", "max_in_cpu"))
+    ),
     **dropped(
         ONLY_NVME,
         f"{ZERO}offload_optimizer.fast_init",
-        *(f"{ZERO}offload_param.{name}" for name in ("nvme_path", "buffer_count", "buffer_size")),
-        f"{ZERO}offload_param.max_in_cpu",
     ),
     **dropped(
         "how the host steps; here it runs PyTorch's fused AdamW, and results are the same",
@@ -224,17 +236,18 @@ RULES: dict[str, Rule] = {
     ),
     **refused("the batch is fixed", "set train.batch", "elasticity"),
     **refused(
-        "compression is not there",
-        "train uncompressed",
+        "models are not pruned, distilled or quantised (`compress` is for the sums of gradients)",
+        "leave it out",
         "compression_training",
         "quantize_training",
         "weight_quantization",
     ),
     **refused("RLHF's hybrid engine is not there", "train and generate apart", "hybrid_engine"),
-    **refused(
-        "activation memory of checkpointing is not partitioned or offloaded",
-        "activation_checkpointing; with tp, sequence_parallel shards what it keeps",
-        *(f"activation_checkpointing.{name}" for name in ("partition_activations", "cpu_checkpointing")),
+    f"{CHECKPOINTING}partition_activations": mapped(
+        "activation_checkpointing", "partitioned_activations", reason=EVERY_BLOCK
+    ),
+    f"{CHECKPOINTING}cpu_checkpointing": mapped(
+        "activation_checkpointing", "activation_offload", reason=EVERY_BLOCK
     ),
     **dropped(
         "only where the model's code calls deepspeed.checkpointing",
@@ -258,7 +271,9 @@ def translate(config: Translation, devices: int) -> None:
     _write_optimizer(config)
     _write_schedule(config)
     _write_precision(config)
-    write_layout(config, layout_of(config, devices), None)
+    layout = layout_of(config, devices)
+    write_layout(config, layout, {} if checkpoints_blocks(config, layout.tp) else None)
+    write_activations(config, layout.tp)
     trackers = [name for name in ("tensorboard", "wandb") if config.get(f"{name}.enabled", False)]
     if trackers:
         config.set("run.trackers", trackers)

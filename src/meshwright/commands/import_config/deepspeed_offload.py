@@ -1,11 +1,15 @@
-"""Offload of DeepSpeed's ZeRO, as its own JSON and Accelerate's YAML have it: to the CPU and to NVMe.
+"""Offload of DeepSpeed's ZeRO, as its own JSON and Accelerate's YAML have it, to the CPU and to NVMe; and of
+activations.
 
 offload_optimizer cpu           offload: states, from stage 2 on gradients, stepped on the host
 offload_param cpu as well       and weights
 offload_optimizer nvme          disk_offload: folder = nvme_path; pipeline_read and pipeline_write each add
                                 a buffer to the one that is stepped
-offload_param nvme              refused: weights do not rest on disks
-offload_param cpu beside nvme   refused: weights rest on the host with their states
+offload_param nvme as well      and weights, in the same folder
+offload_param without, or       refused: weights rest with the states that step them
+on another tier
+partition_activations           activation_checkpointing and partitioned_activations, with tensor parallelism
+cpu_checkpointing               activation_checkpointing and activation_offload
 """
 
 from typing import Any
@@ -15,6 +19,8 @@ from meshwright.commands.import_config.parallel_layout import offloaded_kinds
 
 ZERO = "zero_optimization."
 ONLY_NVME = "only with offload to NVMe"
+PARAM_PATH = "weights on NVMe rest in the folder of the optimizer states (offload_optimizer)"
+CHECKPOINTING = "activation_checkpointing."
 PIPELINED = ("pipeline", "pipeline_read", "pipeline_write")
 
 
@@ -23,8 +29,8 @@ def offloaded_of(
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Returns what rests in host memory, and the fields of disk_offload if optimizer states rest on NVMe.
 
-    Refuses weights on a disk, and on the host without the states that step them. `prefix` is that of the
-    options: Accelerate has them flat, under names of its own.
+    Refuses weights that rest elsewhere than the states that step them. `prefix` is that of the options:
+    Accelerate has them flat, under names of its own.
     """
     separator = "." if prefix == ZERO else "_"
     optimizer, param = (f"{prefix}{table}{separator}" for table in ("offload_optimizer", "offload_param"))
@@ -38,17 +44,16 @@ def offloaded_of(
     states = bool(found[optimizer]) and stage >= 1
     weights = bool(found[param]) and stage == 3
     on_disk = states and config.get(found[optimizer]) == "nvme"
-    if weights and config.get(found[param]) == "nvme":
-        text = "weights rest on the device or on the host, and disks are for optimizer states"
-        config.refuse(found[param], text, 'write "cpu" for both, or leave it out beside an optimizer on nvme')
-    elif weights and (on_disk or not states):
-        text = "weights rest in host memory with the optimizer states, and the host steps them"
-        config.refuse(found[param], text, "offload the optimizer to the CPU too, or neither")
+    if weights and (not states or on_disk != (config.get(found[param]) == "nvme")):
+        text = "weights rest where the optimizer states that step them rest"
+        config.refuse(found[param], text, 'write "cpu" for both, or "nvme" for both, or leave it out')
+        weights = False
     ratio = f"{prefix}offload_optimizer.ratio"
     if states and config.get(ratio, 1.0) != 1.0:
         config.refuse(ratio, config.rules[ratio].reason, config.rules[ratio].fix)
     if on_disk:
-        return (), _disk_fields(config, optimizer)
+        what = {"what": ["optimizer_states", "weights"]} if weights else {}
+        return (), _disk_fields(config, optimizer) | what
     for name in ("nvme_path", "buffer_count", *PIPELINED):
         config.drop(f"{optimizer}{name}", ONLY_NVME)
     return (offloaded_kinds(stage, replicated=replicated, weights=weights) if states else ()), {}
@@ -65,6 +70,23 @@ def _disk_fields(config: Translation, table: str) -> dict[str, Any]:
     is_given = any(each is not None for each in overlaps)
     buffers = {"num_buffers": 1 + (both or read) + (both or written)} if is_given else {}
     return {"folder": str(folder or "/nvme"), **buffers}
+
+
+def write_activations(config: Translation, tp: int) -> None:
+    """Adds the strategies of DeepSpeed's activation checkpointing that keep what is kept elsewhere."""
+    partition, copy = (f"{CHECKPOINTING}{name}" for name in ("partition_activations", "cpu_checkpointing"))
+    if config.get(partition, False) and tp == 1:
+        config.drop(partition, "only with tensor parallelism: one rank has all of it")
+    if config.get(partition, False) and tp > 1:
+        config.add_strategy("partitioned_activations")
+    if config.get(copy, False):
+        config.add_strategy("activation_offload")
+
+
+def checkpoints_blocks(config: Translation, tp: int) -> bool:
+    """Returns whether an option says where what checkpointed blocks keep rests, so that they are there."""
+    partitions = config.get(f"{CHECKPOINTING}partition_activations", False) and tp > 1
+    return bool(partitions or config.get(f"{CHECKPOINTING}cpu_checkpointing", False))
 
 
 def _offload_device(config: Translation, option: str, old: str) -> str:

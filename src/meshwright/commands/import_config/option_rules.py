@@ -20,11 +20,11 @@ OFF = (None, False, 0, "", "none", "None", "no", "NO", {}, [])  # values with wh
 # reasons that several formats give
 LOGGING = "changes what is logged, not what is trained"
 ACTIVATION_OFFLOAD = (
-    "activations are not offloaded to host memory",
-    "nearest: activation_checkpointing, and offload of optimizer states, gradients and weights",
+    "what leaves the device is not chosen by module or by number of layers",
+    "nearest: activation_offload, for what whole blocks keep, of those that its `blocks` name",
 )
 OFFLOAD_KEYS = ("offload.what", "offload.step_on")  # what another tool's options of offload become
-DISK_KEYS = ("disk_offload.folder", "disk_offload.num_buffers")
+DISK_KEYS = ("disk_offload.folder", "disk_offload.num_buffers", "disk_offload.what")
 HOST_STEPS = "the host steps; replicas of shards sum gradients on the device"
 OFF_TEXT = "this value turns nothing on"
 

@@ -42,6 +42,11 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         )
     config, kept = result.nearest_miss
     if kept.total <= request.usable_memory:  # then hosts are too small
+        if not request.fits_on_disks(config):
+            needed, has = map(to_gib, (request.disk_nbytes(config), kind.device.disk_space))
+            text = f"no disk holds what the ranks of its host keep there: {needed:,.0f} GiB of {has:,.0f}"
+            fix = "free more of it (disk_gb), use more hosts, or leave states in memory (--set offload)"
+            return PlanError(text, fix=fix, location="search")
         needed, has = (to_gib(nbytes) for nbytes in (request.host_nbytes(config), kind.device.host_memory))
         text = f"no host holds what its ranks keep there: {needed:,.0f} GiB of {has:,.0f}"
         fix = "use more hosts, hosts with more memory (host_gb), or leave more on the devices (--set offload)"

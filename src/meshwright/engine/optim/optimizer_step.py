@@ -7,7 +7,7 @@ An optimizer sees the parameters of one group alone when it steps that group, so
 one step costs. An optimizer of the user may count its calls; it gets all gradients at once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -118,22 +118,24 @@ class OptimizerUpdate:
         else:
             clip_in_step(self._optimizers, parameters, norm, divisor, limit)
 
-    def step(self, names: Iterable[str] | None = None) -> None:
+    def step(self, names: Collection[str] | None = None) -> None:
         """Steps the optimizers, and updates the weights from what was stepped.
 
         With `names`, the parameters of a group alone.
         """
         self._store.master_weights.assign_alias_grads()
-        groups = list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
         if self._casts and not self._buffer.numel():
-            sizes = [sum(parameter.numel() for parameter in group.parameters) for group in groups]
-            like = next((group.parameters[0].detach() for group in groups if group.parameters), self._buffer)
+            every = list(self._store.update_groups())
+            sizes = [sum(parameter.numel() for parameter in group.parameters) for group in every]
+            like = next((group.parameters[0].detach() for group in every if group.parameters), self._buffer)
             self._buffer = like.new_empty(sum(sizes) if self._is_user_made else max(sizes, default=0))
-        chosen = None
+        chosen, named = None, None
         if names is not None:
+            # of other groups nothing is made: every group has a STEP of its own
             chosen = [self._optimizer_params[name] for name in names if name in self._optimizer_params]
-            ids = set(map(id, chosen))
-            groups = [group for group in groups if not ids.isdisjoint(map(id, group.parameters))]
+            named = frozenset(names)
+        needed = self._casts or self._rounds or not self._checked
+        groups = list(self._store.update_groups(named)) if needed else []
         if self._scale_late is not None and chosen:
             self._scale_late(chosen)
         if not self._casts:

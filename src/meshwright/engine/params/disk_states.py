@@ -1,7 +1,8 @@
-"""Optimizer states and masters that rest in the file of a rank, one record for each parameter group.
+"""Optimizer states, masters and weights that rest in the file of a rank, in records of parameter groups.
 
-    file      [ record of group 0 | record of group 1 | ... ]
+    file      [ record of group 0 | record of group 1 | ... | weights of group 0 | weights of group 1 | ... ]
     record    [ masters | optimizer states, wide dtypes first | rest of a block ]
+    weights   [ the shard of this rank | rest of a block ]
 
     READ_STATES    a record -> a buffer of the host
     OFFLOAD_GRAD   the summed gradients of the group -> a buffer of the host
@@ -9,13 +10,18 @@
     FETCH_PARAM    the stepped weights -> the device
     WRITE_STATES   the buffer -> its record
 
+    READ_PARAM     weights on disk, before each use -> a buffer of the host
+    FETCH_PARAM    this buffer -> the range of the shard in the full parameter
+    WRITE_PARAM    the stepped weights, in place of FETCH_PARAM after STEP -> the file
+
 Between steps the tensors of the optimizer and the masters are views of the mapped file, so that checkpoints
 read and write them as they are; during the STEP of their group they are views of its buffer. The first step
 finds no states: READ_STATES reads the masters alone, and WRITE_STATES gives what the optimizer has made its
-place in the record. A step that is left out copies and writes nothing.
+place in the record. A step that is left out copies and writes nothing. An evaluation reads weights in the
+training thread, into one of their buffers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -23,9 +29,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.backends.fake import CompletedWork
+from meshwright.comm.collectives.group import Work
 from meshwright.engine.params.offloaded_states import RestingTensor
 from meshwright.engine.params.rank_file import RankFile, load_pages, page_aligned
 from meshwright.engine.runtime.cpu_allocator import trim_heap
+from meshwright.engine.runtime.host_memory import CopyWork
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
@@ -53,6 +61,17 @@ class _Place:
     def view(self, record: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in `record`, or in a buffer that holds the record."""
         return record[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class _WeightRecord:
+    """The bytes of the shard of a parameter group in the file, `mapped`, from `begin` on; `buffer` is one
+    that they are read into.
+    """
+
+    begin: int
+    mapped: torch.Tensor
+    buffer: Allocation
 
 
 def _end(places: Iterable[_Place]) -> int:
@@ -111,29 +130,66 @@ class DiskStates:
 
     def __init__(self, state: RankState) -> None:
         self._state, plan = state, state.plan
-        self._like = next(iter(state.trained_module.parameters.values())).detach()
+        # of the kind of the parameters, without their memory, which they give up where they are in shards
+        self._like = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         reads = [action for action in plan.actions if action.kind == "READ_STATES"]
+        uses = {action.tensors: action for action in plan.actions if action.kind == "READ_PARAM"}
         self._group_of = {name: read.subject for read in reads for name in read.tensors}
-        self.nbytes, self._file = sum(map(_nbytes, reads)), None
+        self.nbytes, self._file = sum(map(_nbytes, (*reads, *uses.values()))), None
         if isinstance(self._like, FakeTensor) or not self.nbytes:
             mapped = self._like.new_empty(self.nbytes, dtype=torch.uint8, device="cpu")
         else:
             self._file = RankFile(plan.sharding.tiers.disk_folder, self.nbytes)
             mapped = self._file.tensor
         self._records = {each.action.subject: each for each in _records(reads, mapped)}
+        # the weights of each group, by any of its parameters
+        self._weights: dict[str, _WeightRecord] = {}
+        begin = sum(map(_nbytes, reads))
+        for use in uses.values():
+            record = _WeightRecord(begin, mapped[begin : begin + _nbytes(use)], use.allocations[0])
+            self._weights |= dict.fromkeys(use.tensors, record)
+            begin += _nbytes(use)
         self._is_cached = True  # initial values, in memory of the file system
         self._buffers: dict[str, torch.Tensor] = {}
-        self._first_read = reads[0].name if reads else ""
+        self._copies: dict[str, Work] = {}  # out of the buffers of weights
+        kinds = ("READ_PARAM", "READ_STATES")
+        self._first_read = next((each.name for each in plan.actions if each.kind in kinds), "")
         self.handlers: dict[str, Handler] = {
             "READ_STATES": self.read_states,
             "OFFLOAD_GRAD": self.offload_grads,
+            "READ_PARAM": self.read_params,
             "FETCH_PARAM": self.fetch_params,
+            "WRITE_PARAM": self.write_params,
             "WRITE_STATES": self.write_states,
         }
 
     def master(self, param: str, shape: Sequence[int], dtype: torch.dtype, key: str = "") -> torch.Tensor:
         """Returns memory in the file, zeros, for the master of `param`, or of its group if that is `key`."""
         return self._records[self._group_of[param]].add_master((key or param, "master"), shape, dtype)
+
+    def shard(self, param: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory in the file, zeros, for the shard of the weights of the group of `param`."""
+        return self._weights[param].mapped[: numel * dtype.itemsize].view(dtype)
+
+    def read_shard(self, param: str, shard: torch.Tensor) -> torch.Tensor:
+        """Returns what the file has of the weights of the group of `param`, in memory that the next read
+        overwrites; `shard` is what `shard` returned.
+        """
+        record = self._weights[param]
+        if self._file is None:
+            return shard
+        self._drop_cache()
+        buffer = self._pinned(record.buffer)[: len(record.mapped)]
+        self._file.start_read(record.begin, buffer, "READ_PARAM", self._end_of_copy(record.buffer)).wait()
+        return buffer[: shard.nbytes].view(shard.dtype)
+
+    def read_params(self, action: Action) -> None:
+        """Starts to read the weights of a group into the buffer that the action allocates."""
+        if action.name == self._first_read:
+            self._begin_step()
+        record, (allocation,) = self._weights[action.tensors[0]], action.allocations
+        buffer = self._pinned(allocation)[: len(record.mapped)]
+        self._start_transfer(action, record.begin, buffer, self._end_of_copy(allocation))
 
     def read_states(self, action: Action) -> None:
         """Starts to read the record of a group into the buffer that the action allocates."""
@@ -154,9 +210,28 @@ class DiskStates:
         self._state.offloaded.offload_grads(action)
 
     def fetch_params(self, action: Action) -> None:
-        """Starts to copy the stepped weights of a group to the device, unless the step was left out."""
-        if self._state.step.updates:
+        """Starts to copy the stepped weights of a group to the device, unless the step was left out; or
+        those that were read for a use of them.
+        """
+        flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
+        if flat_param is not None and flat_param.shard_is_remote:
+            buffer = next(name for name in action.frees if name in self._buffers)
+            shard = self._buffers[buffer][: flat_param.shard.nbytes].view(flat_param.shard.dtype)
+            pairs = [(flat_param.gather_input, shard)]
+            self._copies[buffer] = self._state.host_memory.start_copies(action, pairs)
+            self._state.issue(action, self._copies[buffer])
+        elif self._state.step.updates:
             self._state.offloaded.fetch_params(action)
+        else:
+            self._state.issue(action, CompletedWork())
+
+    def write_params(self, action: Action) -> None:
+        """Starts to write the stepped weights of a group, unless the step was left out."""
+        record, states = self._weights[action.tensors[0]], self._records[action.subject]
+        buffers = [self._buffers[name] for name in action.frees]
+        stepped = buffers[0] if buffers else states.buffer  # the master, where nothing is rounded
+        if self._state.step.updates and stepped is not None:
+            self._start_transfer(action, record.begin, stepped[: len(record.mapped)], writes=True)
         else:
             self._state.issue(action, CompletedWork())
 
@@ -225,6 +300,9 @@ class DiskStates:
         for record in self._records.values():
             if record.buffer is not None:  # the last step failed
                 self._leave_buffer(record, has_failed=True)
+        self._drop_cache()
+
+    def _drop_cache(self) -> None:
         if self._is_cached and self._file is not None:
             self._file.drop_cache()
             trim_heap()  # and what they were made in
@@ -266,12 +344,31 @@ class DiskStates:
 
     def _move(self, action: Action, record: _Record, *, writes: bool) -> None:
         """Starts to read the record of a group into its buffer, or to write it from there."""
-        nbytes, work = record.used_nbytes, CompletedWork()
-        self._state.world.ledger.record_copy(action.name, nbytes)
-        if self._file is not None and record.buffer is not None:
-            start = self._file.start_write if writes else self._file.start_read
-            work = start(record.begin, record.buffer[:nbytes], action.name)
+        if record.buffer is not None:
+            self._start_transfer(action, record.begin, record.buffer[: record.used_nbytes], writes=writes)
+
+    def _start_transfer(
+        self,
+        action: Action,
+        begin: int,
+        buffer: torch.Tensor,
+        after: Callable[[], None] | None = None,
+        *,
+        writes: bool = False,
+    ) -> None:
+        """Starts to read all of `buffer` from byte `begin` of the file on, or to write it there."""
+        work: Work = CompletedWork()
+        self._state.world.ledger.record_copy(action.name, buffer.nbytes)
+        if self._file is not None and writes:
+            work = self._file.start_write(begin, buffer, action.name)
+        elif self._file is not None:
+            work = self._file.start_read(begin, buffer, action.name, after)
         self._state.issue(action, work)
+
+    def _end_of_copy(self, allocation: Allocation) -> Callable[[], None] | None:
+        """Returns what waits until the weights in a buffer are on the device; None if they are."""
+        copy = self._copies.pop(allocation.name, None)
+        return copy.synchronize if isinstance(copy, CopyWork) else None
 
     def _page_aligned(self, allocation: Allocation) -> torch.Tensor:
         """Returns the buffer `allocation`, in memory that the file reads into."""
@@ -282,9 +379,13 @@ class DiskStates:
         return self._buffers[allocation.name]
 
     def _pinned(self, allocation: Allocation) -> torch.Tensor:
-        """Returns the buffer `allocation`, in memory that copies fast to and from the device."""
+        """Returns the buffer `allocation`, in memory that copies fast to and from the device, and that the
+        file can be read into: memory that is pinned begins at a page.
+        """
         if allocation.name not in self._buffers:
             empty = self._state.host_memory.empty((allocation.nbytes,), torch.uint8, self._like)
+            if self._file is not None and empty.data_ptr() % FILE_BLOCK_NBYTES:
+                empty = page_aligned(allocation.nbytes)
             self._buffers[allocation.name] = empty
         return self._buffers[allocation.name]
 

@@ -11,9 +11,11 @@ host_gradient      [ w1 | w2 ]            a copy of the gradient, which the opti
 host_weights       [ w1 | w2 ]            the stepped weights in the dtype of the shard, to be copied into it
 
 A master that rests in another tier than that of the step is copied there for its STEP (`move_master`). If it
-rests on disk, the two copies on the host are in buffers that parameter groups share, from STEP to STEP.
+rests on disk, the two copies on the host are in buffers that parameter groups share, from STEP to STEP. A
+shard that rests on disk, too, is read from there for each use (`read_shard`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,8 +32,9 @@ from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 class FlatParam:
     """Flat tensors of one parameter group.
 
-    `full_tensor` has spec.numel elements, the others spec.shard_numel. `shard_is_remote`: the shard rests on
-    the host, and its range of the full tensor is filled before an all-gather.
+    `full_tensor` has spec.numel elements, the others spec.shard_numel. `shard_is_remote`: the shard rests in
+    another tier, and its range of the full tensor is filled before an all-gather; from the disk `read_shard`
+    returns it, in memory that the next read overwrites.
     Without a `master` the optimizer steps the shard itself. `optimizer_params` are, by weight, views of the
     stepped tensor, or tensors without memory while a master rests in another tier; `steps_on_host`: the host
     steps them.
@@ -50,6 +53,7 @@ class FlatParam:
     gradient: torch.Tensor | None = None
     host_gradient: torch.Tensor | None = None
     host_weights: torch.Tensor | None = None
+    read_shard: Callable[[], torch.Tensor] | None = None
     optimizer_params: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @cached_property
@@ -91,8 +95,13 @@ class FlatParam:
     def fetch(self) -> torch.Tensor:
         """Copies a shard that rests in another tier into the full tensor; returns `gather_input`."""
         if self.shard_is_remote:
-            self.gather_input.copy_(self.shard)
+            self.gather_input.copy_(self.stored_shard)
         return self.gather_input
+
+    @property
+    def stored_shard(self) -> torch.Tensor:
+        """The shard, in memory: what rests on disk is read."""
+        return self.shard if self.read_shard is None else self.read_shard()
 
     @property
     def host_gradient_nbytes(self) -> int:

@@ -10,14 +10,15 @@ parameter per weight with elements here. PACK copies gradients to their places i
 this rank's shard of their sum.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam
-from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
+from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup, has_any
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.grad_bucket import copy_gradients
@@ -97,15 +98,17 @@ class FlatParamStore:
                 found[name] = self._by_name[name].optimizer_params[name]
         return found
 
-    def update_groups(self) -> Iterator[UpdateGroup]:
-        """Yields the stepped parameters, one group at a time, with their summed gradients."""
+    def update_groups(self, names: Set[str] | None = None) -> Iterator[UpdateGroup]:
+        """Yields the stepped parameters, one group at a time, with their summed gradients; with `names`, the
+        groups that have one of them.
+        """
         yield from (
             flat_param.update_group()
             for flat_param in self.by_param_group.values()
-            if flat_param.gradient is not None and flat_param.optimizer_params
+            if flat_param.gradient is not None and has_any(flat_param.optimizer_params, names)
         )
-        yield from self.master_weights.update_groups()
-        yield from self.matrix_owners.update_groups()
+        yield from self.master_weights.update_groups(names)
+        yield from self.matrix_owners.update_groups(names)
 
     @property
     def forward_is_collective(self) -> bool:
@@ -125,13 +128,8 @@ class FlatParamStore:
     def param_shard(self, name: str) -> ParamShard | None:
         """Returns this rank's part of the weight `name`; None if it has none, or it is not flattened."""
         flat_param = self._by_name.get(name)
-        return (
-            None
-            if flat_param is None
-            else next(
-                (param_shard for param_shard in flat_param.param_shards if param_shard.name == name), None
-            )
-        )
+        param_shards = () if flat_param is None else flat_param.param_shards
+        return next((each for each in param_shards if each.name == name), None)
 
     def stores_locally(self, name: str) -> bool:
         """Returns whether this rank stores anything of the flattened weight `name` between its uses."""
@@ -290,9 +288,9 @@ class FlatParamStore:
                 ).to(parameter.device)
                 yield name, self.param_slices.gather_full(name, value, action)
         for flat_param in self.by_param_group.values():
-            yield from self._gather_params(
-                flat_param, flat_param.optimizer_tensor if use_masters else flat_param.shard, action
-            )
+            master = flat_param.master if use_masters else None
+            shard = flat_param.stored_shard if master is None else master
+            yield from self._gather_params(flat_param, shard, action)
 
     def full_gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the summed gradient of every trained parameter, in the same way; GLOBAL_NORM has ended."""
@@ -332,11 +330,15 @@ class FlatParamStore:
         return flat_param
 
     def _make_sharded(self, spec: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
-        dtype = self._state.trained_module.parameters[spec.params[0][0]].dtype
+        first, disk, tier = spec.params[0][0], self._state.disk, self._tiers.weights
+        dtype = self._state.trained_module.parameters[first].dtype
         flat_param = self._make_flat_param(spec, self.buffer(buffer, nbytes, dtype)[: spec.numel])
-        is_on_host = self._tiers.weights == "host"
-        flat_param.shard = self._empty(spec.shard_numel, dtype, is_on_host=is_on_host).zero_()
-        flat_param.is_sharded, flat_param.shard_is_remote = True, is_on_host
+        if tier == "disk" and disk is not None:
+            flat_param.shard = disk.shard(first, spec.shard_numel, dtype)
+            flat_param.read_shard = partial(disk.read_shard, first, flat_param.shard)
+        else:
+            flat_param.shard = self._empty(spec.shard_numel, dtype, is_on_host=tier == "host").zero_()
+        flat_param.is_sharded, flat_param.shard_is_remote = True, tier != "device"
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
             for param_shard in flat_param.param_shards:

@@ -5,7 +5,7 @@ step the weight is the rounded master (see runtime/mixed_precision.py). Where th
 a master there, a copy of its gradient, and the stepped weight in its own dtype, as flat parameters have.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,11 @@ class UpdateGroup:
     parameters: tuple[nn.Parameter, ...]
     gradients: tuple[torch.Tensor | None, ...]
     finish: Callable[[], None]
+
+
+def has_any(group: Iterable[str], names: Set[str] | None) -> bool:
+    """Returns whether a name of `group` is one of `names`; None: of any."""
+    return any(names is None or name in names for name in group)
 
 
 class MasterWeights:
@@ -182,10 +187,12 @@ class MasterWeights:
             gradient = self._weights[name].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
 
-    def update_groups(self) -> Iterator[UpdateGroup]:
-        """Yields the stepped parameters, one parameter group at a time."""
+    def update_groups(self, chosen: Set[str] | None = None) -> Iterator[UpdateGroup]:
+        """Yields the stepped parameters, one parameter group at a time; with `chosen`, the groups that have
+        one of these names.
+        """
         stepped = self.optimizer_params
-        for names in self._group_names:
+        for names in (each for each in self._group_names if has_any(each, chosen)):
             # a thread that steps copies (delayed_steps) must not touch the weights' own gradients
             gradients = tuple(
                 self._host_gradients[name] if name in self._host_gradients else self._weights[name].grad

@@ -7,14 +7,14 @@ copies. Weights are rounded before they are sent. Full gradients exist from GATH
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam
-from meshwright.engine.params.master_weights import UpdateGroup
+from meshwright.engine.params.master_weights import UpdateGroup, has_any
 from meshwright.engine.params.tensor_parallel_slices import copy_slice_into
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.split_proposal import slice_dims
@@ -87,9 +87,11 @@ class MatrixOwners:
         """The bytes of the full weights."""
         return sum(weight.nbytes for weight in self.optimizer_params.values())
 
-    def update_groups(self) -> Iterator[UpdateGroup]:
-        """Yields the owned parameters, one group at a time, with the gradients of the last GATHER_GRAD."""
-        for names in self._owned_names.values():
+    def update_groups(self, chosen: Set[str] | None = None) -> Iterator[UpdateGroup]:
+        """Yields the owned parameters, one group at a time, with the gradients of the last GATHER_GRAD; with
+        `chosen`, the groups that have one of these names.
+        """
+        for names in (each for each in self._owned_names.values() if has_any(each, chosen)):
             gradients = tuple(self._gradients.get(name) for name in names)
             yield UpdateGroup(tuple(self.optimizer_params[name] for name in names), gradients, _no_finish)
 

@@ -24,6 +24,7 @@ import fcntl
 import logging
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,9 +105,20 @@ class RankFile:
             logger.warning(text + "memory of the host while they last", folder)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-file")
 
-    def start_read(self, begin: int, target: torch.Tensor, action: str) -> Work:
-        """Starts to read the bytes from `begin` on into `target`: page-aligned bytes, whole blocks."""
-        return FileWork(self._thread.submit(self._transfer, begin, target, action, writes=False))
+    def start_read(
+        self, begin: int, target: torch.Tensor, action: str, after: Callable[[], None] | None = None
+    ) -> Work:
+        """Starts to read the bytes from `begin` on into `target`: page-aligned bytes, whole blocks.
+
+        The thread of the file calls `after` first, which returns when `target` may be overwritten.
+        """
+
+        def read() -> None:
+            if after is not None:
+                after()
+            self._transfer(begin, target, action, writes=False)
+
+        return FileWork(self._thread.submit(read))
 
     def start_write(self, begin: int, source: torch.Tensor, action: str) -> Work:
         """Starts to write `source`, likewise."""
@@ -144,10 +156,22 @@ class RankFile:
             self._raise(f"{action} failed at byte {begin + done} of the file", error)
 
     def _raise(self, text: str, error: OSError) -> NoReturn:
-        code = error.errno or 0
-        name = errno.errorcode.get(code, str(code))
-        text = f"{text} in '{self._folder}': {error.strerror} ({name})"
-        raise PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=LOCATION) from error
+        raise _folder_error(text, self._folder, error) from error
+
+
+def free_disk_nbytes(folder: str) -> int:
+    """Returns the bytes that are free on the disk of `folder`. Raises PlanError if there is none."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _folder_error("no file can be made", folder, error) from error
+
+
+def _folder_error(text: str, folder: str, error: OSError) -> PlanError:
+    code = error.errno or 0
+    name = errno.errorcode.get(code, str(code))
+    text = f"{text} in '{folder}': {error.strerror} ({name})"
+    return PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=LOCATION)
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:

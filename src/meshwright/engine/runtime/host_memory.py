@@ -34,6 +34,10 @@ class CopyWork(Work):
         if self._host_waits:
             self._event.synchronize()
 
+    def synchronize(self) -> None:
+        """Returns when the copy has ended, in any thread: what was copied may be overwritten."""
+        self._event.synchronize()
+
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` on the stream of the copy."""
         with self._stream:

@@ -22,13 +22,18 @@ def memory_by_category(state: RankState, tier: MemoryTier = "device") -> dict[st
     else:
         sharded["master"] = 0
     update_nbytes = state.update.nbytes if tiers.step == tier else 0
+    each_flat = flat_params.by_param_group.values()
+    remote = sum(each.shard.nbytes for each in each_flat if each.shard_is_remote)
     if tier == "disk":
-        kept = {"master": sharded["master"], "optimizer_states": state_nbytes}
+        kept = {
+            "parameters": remote if tiers.weights == "disk" else 0,
+            "master": sharded["master"],
+            "optimizer_states": state_nbytes,
+        }
         nbytes = 0 if state.disk is None else state.disk.nbytes
-        return {"parameters": 0, "gradients": 0, **kept, "buckets": nbytes - sum(kept.values())}
+        return {"gradients": 0, **kept, "buckets": nbytes - sum(kept.values())}
     if tier == "host":
-        each_flat, masters = flat_params.by_param_group.values(), flat_params.master_weights
-        remote = sum(each.shard.nbytes for each in each_flat if each.shard_is_remote)
+        masters, remote = flat_params.master_weights, remote if tiers.weights == "host" else 0
         grads = [each.gradient for each in each_flat if tiers.gradients == "host"]
         return {
             "parameters": sum(each.rounded_nbytes for each in each_flat) + masters.rounded_nbytes + remote,

@@ -301,7 +301,7 @@ class ZeRO(Strategy):
             release = Action(
                 "RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,)
             )
-            if view.plan.tiers.weights == "host":
+            if view.plan.tiers.weights != "device":
                 copy = _fetch_shard(fetch)
                 before.setdefault(at[window.fetch_use], []).append(copy)
                 fetch = with_waits(replace(fetch, allocations=()), (copy.name,))
@@ -355,7 +355,7 @@ def _gather_suffix(use: Action, param_group: ParamGroup) -> str:
 
 
 def _fetch_shard(unshard: Action) -> Action:
-    """Returns the copy of a shard that rests on the host into its place in the buffer of `unshard`."""
+    """Returns the copy of a shard that rests in another tier into its place in the buffer of `unshard`."""
     transfer = unshard.transfer
     nbytes, dtype = (0, "") if transfer is None else (transfer.nbytes, transfer.dtype)
     return replace(

@@ -28,9 +28,9 @@ class DeviceSpec:
     """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, its number of
     compute units, and the most power that it takes (`watts`; 0: no source was found).
 
-    `host_memory` are the bytes of its host's memory, which all devices of the host share. A rate of 0, a host
-    memory of 0, or 0 devices per host, is unknown. `pattern` matches the name that its driver, or a results
-    table, uses.
+    `host_memory` are the bytes of its host's memory, and `disk_space` those that are free on its host's disk,
+    which all devices of the host share. 0 is unknown: a rate, bytes, or devices per host. `pattern` matches
+    the name that its driver, or a results table, uses.
     """
 
     name: str
@@ -48,6 +48,7 @@ class DeviceSpec:
     disk_rate: float = 0.0
     host_memory_rate: float = 0.0
     host_memory: float = 0.0
+    disk_space: float = 0.0
 
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s on operands of `dtype`; None if the device does not support it."""

@@ -38,8 +38,8 @@ class MemoryTiers:
     activations: MemoryTier = "device"
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
-        """Returns whether the host steps a master of weights that rest on the device; `is_stored_sharded`:
-        a rank stores a shard of them.
+        """Returns whether the host steps a master and copies it to where the weights rest, not the weights
+        themselves; `is_stored_sharded`: a rank stores a shard of them.
         """
         return self.step == "host" and not (is_stored_sharded and self.weights == "host")
 

@@ -40,7 +40,7 @@ sections 4 and 4.2.3; D. Narayanan et al. 2021, arXiv 2104.04473, section 2.2; P
 2401.10241, table 1.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -214,7 +214,25 @@ def estimate_host_memory(
     """
     if not config.uses_host:
         return 0.0
-    each = [kept.host for _, kept in memory_by_pp_rank(shape, config, framework, range(config.pp))]
+    stages = memory_by_pp_rank(shape, config, framework, range(config.pp))
+    return _most_of_a_host([kept.host for _, kept in stages], config, ranks_per_host)
+
+
+def estimate_host_disk(
+    shape: ModelShape,
+    config: ParallelConfig,
+    ranks_per_host: int,
+    framework: FrameworkMemory = MESHWRIGHT_MEMORY,
+) -> float:
+    """Returns the bytes that the ranks of one host keep on its disk together, likewise."""
+    if config.offload != "disk":
+        return 0.0
+    stages = memory_by_pp_rank(shape, config, framework, range(config.pp))
+    return _most_of_a_host([kept.disk for _, kept in stages], config, ranks_per_host)
+
+
+def _most_of_a_host(each: Sequence[float], config: ParallelConfig, ranks_per_host: int) -> float:
+    """Returns the largest sum over the ranks of a host of `each`, bytes of a rank by pipeline rank."""
     per_stage = config.num_ranks // config.pp
     per_host = min(ranks_per_host or config.num_ranks, config.num_ranks)
     if per_stage >= per_host:

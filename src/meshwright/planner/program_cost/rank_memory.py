@@ -83,7 +83,14 @@ def _state_bytes(plan: RankPlan, groups: Sequence[GroupStates], tier: MemoryTier
     )
     has_states = tiers.optimizer_states == tier
     if tier == "disk" and has_states:  # the rest of the last block of each record
-        buffers += sum(each.record_nbytes - each.master_nbytes - each.state_nbytes for each in groups)
+        buffers += sum(
+            each.record_nbytes
+            + each.weight_record_nbytes
+            - each.master_nbytes
+            - each.state_nbytes
+            - (each.weight_nbytes if each.weight_tier == "disk" else 0)
+            for each in groups
+        )
     return StateBytes(
         parameters=weights + (rounded if tier == "host" and has_states else 0),
         gradients=gradients,
@@ -126,19 +133,20 @@ def peak_nbytes(plan: Plan, rank: int, tier: MemoryTier = "device", *, at_most: 
     return sum(peak_nbytes_by_category(plan, rank, tier, at_most=at_most).values())
 
 
-def fullest_host(plan: Plan, ranks_per_host: int) -> tuple[range, int]:
-    """Returns the ranks of the host on which most is kept in host memory, and the bytes of them together.
+def fullest_host(plan: Plan, ranks_per_host: int, tier: MemoryTier = "host") -> tuple[range, int]:
+    """Returns the ranks of the host on which most is kept in host memory, or in another `tier` of the host,
+    and the bytes of them together.
 
     Ranks are placed on hosts in order, `ranks_per_host` on each.
     """
     world = plan.mesh.world_size
-    by_role = [(role.ranks, peak_nbytes(plan, role.ranks[0], "host")) for role in plan.program.roles]
+    by_role = [(role.ranks, peak_nbytes(plan, role.ranks[0], tier)) for role in plan.program.roles]
     if not any(needed for _, needed in by_role):
         return range(min(ranks_per_host, world)), 0
     nbytes = {rank: needed for ranks, needed in by_role for rank in ranks}
     hosts = [range(first, min(first + ranks_per_host, world)) for first in range(0, world, ranks_per_host)]
     fullest = max(hosts, key=lambda ranks: sum(nbytes[rank] for rank in ranks))
-    return fullest, nbytes_of_ranks(plan, fullest)
+    return fullest, nbytes_of_ranks(plan, fullest, (tier,))
 
 
 def nbytes_of_ranks(plan: Plan, ranks: Iterable[int], tiers: Sequence[MemoryTier] = ("host",)) -> int:

@@ -62,13 +62,17 @@ def offload_notes(request: SearchRequest, result: SearchResult) -> Iterator[str]
         return
     lacking = " and ".join(unknown_rate_keys(request))
     if len(request.offload_modes) > 1:
-        yield "nothing fits without offload to host memory"
+        where = "disk" if best.config.offload == "disk" else "host memory"
+        yield f"nothing fits without offload to {where}"
     if lacking:
         modes = ", ".join(unpriced_modes(request))
         yield f"not priced, because {lacking} of {machine.device.name} is not known: offload {modes}"
-    if best.config.offload == "disk":
-        needed = format_nbytes(best.memory.disk)
-        yield f"each rank keeps {needed} on disk (disk_offload.folder), whose free space is not known here"
+    if best.config.offload == "disk" and not machine.device.disk_space:
+        needed = format_nbytes(request.disk_nbytes(best.config))
+        yield (
+            f"the ranks of a host keep {needed} on its disk (disk_offload.folder), whose free space is not "
+            f"known: write disk_gb in a [device] table"
+        )
     if not machine.device.host_memory:
         needed = format_nbytes(request.host_nbytes(best.config))
         yield (
@@ -95,3 +99,7 @@ def _repairs(request: SearchRequest) -> Iterator[str]:
     endless = replace(request.machine, device=replace(request.machine.device, host_memory=0.0))
     if has and fits(replace(request, machine=endless, offload_modes=OFFLOAD_MODES[1:])):
         yield f"hosts with more memory than {format_nbytes(has)}, to which offload would fit"
+    free = request.machine.device.disk_space
+    endless = replace(request.machine, device=replace(request.machine.device, disk_space=0.0))
+    if free and fits(replace(request, machine=endless, offload_modes=("disk",))):
+        yield f"disks with more than {format_nbytes(free)} free (disk_gb), to which offload would fit"

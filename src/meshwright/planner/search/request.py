@@ -18,6 +18,7 @@ from typing import Literal
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.planner.analytic.closed_form_memory import (
     MemoryEstimate,
+    estimate_host_disk,
     estimate_host_memory,
     estimate_memory,
 )
@@ -84,15 +85,28 @@ class SearchRequest:
         """Returns the bytes that the ranks of a host keep in its memory together, on the fullest host."""
         return estimate_host_memory(self.shape, config, self.machine.devices_per_host)
 
+    def disk_nbytes(self, config: ParallelConfig) -> float:
+        """Returns the bytes that the ranks of a host keep on its disk together, on the fullest host."""
+        return estimate_host_disk(self.shape, config, self.machine.devices_per_host)
+
     def fits(self, config: ParallelConfig, memory: MemoryEstimate | None = None) -> bool:
-        """Returns whether devices hold `config`, and hosts what their ranks keep there, if their memory is
-        known; `memory` is that of the fullest rank, if it was estimated.
+        """Returns whether devices hold `config`, and hosts what their ranks keep there and on disk, if what
+        they have is known; `memory` is that of the fullest rank, if it was estimated.
         """
         memory = memory or estimate_memory(self.shape, config)
         if memory.total > self.usable_memory:
             return False
+        return self.fits_on_disks(config) and self.fits_on_hosts(config)
+
+    def fits_on_hosts(self, config: ParallelConfig) -> bool:
+        """Returns whether the memory of a host holds what its ranks keep there, as far as it is known."""
         has = self.machine.device.host_memory
         return not config.uses_host or not has or self.host_nbytes(config) <= has
+
+    def fits_on_disks(self, config: ParallelConfig) -> bool:
+        """Returns whether the disk of a host holds what its ranks keep there, as far as it is known."""
+        has = self.machine.device.disk_space
+        return config.offload != "disk" or not has or self.disk_nbytes(config) <= has
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields what is invalid or contradictory in it."""

@@ -78,6 +78,7 @@ KIND_TEXTS = {
     "CLIP": "gradient norm and clipping",
     "FETCH_STATES": "copy optimizer states to the device",
     "READ_STATES": "read optimizer states from the file into host memory",
+    "READ_PARAM": "read parameters from the file into host memory",
     "STASH": "stash the current weights",
     "LOAD_STASHED": "load stashed weights into the model",
     "LOAD_LATEST": "load the latest weights into the model",
@@ -85,6 +86,7 @@ KIND_TEXTS = {
     "OFFLOAD_STATES": "copy optimizer states back to host memory",
     "FETCH_PARAM": "copy parameters to the device",
     "WRITE_STATES": "write optimizer states back into the file",
+    "WRITE_PARAM": "write stepped parameters into the file",
     "SCATTER_PARAM": "send updated slices to all ranks",
     "NOISE_SCALE": "estimate the gradient noise scale",
 }
@@ -93,7 +95,7 @@ KIND_TEXTS = {
 KINDS_WITH_SUBJECT = (
     *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
     *("OFFLOAD_GRAD", "FETCH_STATES", "STEP", "OFFLOAD_STATES", "FETCH_PARAM"),
-    *("READ_STATES", "WRITE_STATES"),
+    *("READ_STATES", "WRITE_STATES", "READ_PARAM", "WRITE_PARAM"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )

@@ -82,6 +82,10 @@ TOO_LARGE_ON_HOST = (
     "{} {} of host memory, and the host has {} (host_gb): use more hosts, share states instead of "
     "replicating them (zero), or leave more on the device (strategies.offload.what) or on disk (disk_offload)"
 )
+TOO_LARGE_ON_DISK = (
+    "{} {} on disk, and the disk of a host has {} (disk_gb): free more, use more hosts, share states "
+    "instead of replicating them (zero), or leave more off it (strategies.disk_offload.what)"
+)
 UNKNOWN_HOST = (
     "{} {} of host memory, and the memory of the host is not known: write host_gb in a [device] table, "
     "or bound that of each rank (host_gb of offload, disk_offload or activation_offload)"
@@ -175,8 +179,12 @@ class PlanOverview:
 
         If the number of devices on a host is not known, as many ranks as one host has slots for share it.
         """
+        return fullest_host(self.plan, self._ranks_per_host)
+
+    @property
+    def _ranks_per_host(self) -> int:
         known = 0 if self.device is None else self.device.devices_per_host
-        return fullest_host(self.plan, known or MAX_ASSUMED_HOST)
+        return known or MAX_ASSUMED_HOST
 
     def _host_notes(self) -> Iterator[tuple[str, str]]:
         """Yields whether a host has the memory that its ranks need together, or that this is not known."""
@@ -189,6 +197,11 @@ class PlanOverview:
         elif needed > self.device.host_memory:
             has = format_nbytes(self.device.host_memory)
             yield TOO_LARGE_ON_HOST.format(who, format_nbytes(needed), has), "bold red"
+        ranks, needed = fullest_host(self.plan, self._ranks_per_host, "disk")
+        if 0 < self.device.disk_space < needed:
+            who, has = f"{_host_text(ranks)} need", format_nbytes(self.device.disk_space)
+            who += "" if len(ranks) > 1 else "s"
+            yield TOO_LARGE_ON_DISK.format(who, format_nbytes(needed), has), "bold red"
 
     def _memory_bars(self) -> Iterator[RenderableType]:
         rank, total = self._fullest

@@ -1,10 +1,13 @@
-"""Compares what a plan keeps in the memory of a host with what the host has, before its ranks start.
+"""Compares what a plan keeps in the memory and on the disk of a host with what is free, before ranks start.
 
     on an accelerator    host tier: what offload, disk_offload and activation_offload keep there
     on the CPU           device tier and host tier: both are the memory of the host
+    disk tier            the files of the ranks, on the disk of the folder
 
-What does not fit is refused with repairs that were tried: each is a plan of the same job on the same ranks
-that fits, or a number of hosts that is enough. Without the check the system kills a rank in the first step.
+`train`, `verify`, and every rank under torchrun or srun compare for all ranks of the host; `parallelize` for
+its own rank, because the others may have begun to take theirs. What does not fit is refused with repairs that
+were tried: each is a plan of the same job on the same ranks that fits, or a number of hosts that is enough.
+Without the check the system kills a rank in the first step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +17,7 @@ from math import ceil
 from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.device.local_device import local_platform
 from meshwright.device.platforms import CPU
+from meshwright.engine.params.rank_file import free_disk_nbytes
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.data.ddp import DDP
@@ -33,9 +37,27 @@ TRIED_FOLDER = "folder on a fast local disk"
 
 
 def check_ranks_fit_here(analyzed: AnalyzedModel, plan: Plan, ranks: Sequence[int]) -> None:
-    """Raises PlanError if this host has less free memory than `ranks` of `plan` keep in it."""
+    """Raises PlanError if this host has less free memory than `ranks` of `plan` keep in it, or its disk less
+    free space.
+    """
     tiers = SAME_MEMORY if local_platform() == CPU else ("host",)
     check_host_memory(analyzed, plan, ranks, free_and_total_host_nbytes()[0], tiers)
+    folder = plan.sharding.tiers.disk_folder
+    if folder:
+        check_disk_space(plan, ranks, free_disk_nbytes(folder))
+
+
+def check_disk_space(plan: Plan, ranks: Sequence[int], free: int) -> None:
+    """Raises PlanError if `ranks` of `plan` keep more than `free` bytes on the disk of their host."""
+    needed = nbytes_of_ranks(plan, ranks, ("disk",))
+    if needed > free:
+        text = (
+            f"{_who(ranks)} {format_nbytes(needed)} on the disk of '{plan.sharding.tiers.disk_folder}', and "
+        )
+        text += f"{format_nbytes(free)} are free"
+        fix = f"free {format_nbytes(needed - free)} more, name a folder on a larger disk, or shard over more "
+        fix += "hosts (zero)"
+        raise PlanError(text, fix=fix, location="strategies.disk_offload.folder")
 
 
 def check_host_memory(
@@ -48,13 +70,18 @@ def check_host_memory(
     needed = nbytes_of_ranks(plan, ranks, tiers)
     if needed <= free:
         return
-    who = f"{len(ranks)} ranks of this host need" if len(ranks) > 1 else "the rank of this host needs"
-    text = f"{who} {format_nbytes(needed)} of its memory, and {format_nbytes(free)} are free"
+    text = f"{_who(ranks)} {format_nbytes(needed)} of its memory, and {format_nbytes(free)} are free"
     if "device" in tiers:
         text += " (on the CPU, what a device holds is there too)"
     repairs = [*_fitting_changes(analyzed, plan, ranks, free, tiers), *_more_hosts(plan, ranks, free, tiers)]
     repairs = repairs[:MAX_REPAIRS] or [f"a host with {format_nbytes(needed)} of free memory"]
     raise PlanError(text, fix="; or ".join(repairs), location="host memory")
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return (
+        f"{len(ranks)} ranks of this host need" if len(ranks) > 1 else f"rank {ranks[0]} of this host needs"
+    )
 
 
 def _fitting_changes(

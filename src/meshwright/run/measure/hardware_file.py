@@ -20,6 +20,7 @@
         disk_gb_s = 3                    1e9 bytes per second of its host's disks, for each device
         host_memory_gb_s = 40            1e9 bytes per second of its host's memory, for each device
         host_gb = 2048                   GiB of its host's memory, which all devices of the host share
+        disk_gb = 4000                   GiB that are free on its host's disk, likewise
 
         [rates]                          the fractions of these peaks that it reaches, where you know them
 
@@ -90,6 +91,7 @@ MAX_VALUES = {  # larger values are in another unit
     "disk_gb_s": (1e4, "1e9 bytes per second: 3 for a fast disk"),
     "host_memory_gb_s": (1e5, "1e9 bytes per second: 40 for each of 8 devices"),
     "host_gb": (1e6, "GiB: 2048 for a host with 2 TiB, whatever the number of its devices"),
+    "disk_gb": (1e7, "GiB: 4000 for a host with 4 TB free, whatever the number of its devices"),
 }
 DEVICE_FIELDS = {
     "memory_gb": "memory",
@@ -100,8 +102,12 @@ DEVICE_FIELDS = {
     "disk_gb_s": "disk_rate",
     "host_memory_gb_s": "host_memory_rate",
     "host_gb": "host_memory",
+    "disk_gb": "disk_space",
 }
-UNIT_SCALES = {**dict.fromkeys(DEVICE_FIELDS, 1e9), "memory_gb": 2**30, "host_gb": 2**30}
+UNIT_SCALES = {
+    **dict.fromkeys(DEVICE_FIELDS, 1e9),
+    **dict.fromkeys(("memory_gb", "host_gb", "disk_gb"), 2**30),
+}
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class DeviceTable:
     disk_gb_s: float = 0.0
     host_memory_gb_s: float = 0.0
     host_gb: float = 0.0
+    disk_gb: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     if not table.like and not table.measured:
         optional = (
             *("like", "measured", "units", "watts"),
-            *("host_link_gb_s", "disk_gb_s", "host_memory_gb_s", "host_gb"),
+            *("host_link_gb_s", "disk_gb_s", "host_memory_gb_s", "host_gb", "disk_gb"),
         )
         lacking = [each.name for each in fields(DeviceTable) if each.name not in optional]
         for key in lacking:

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api import make_plan, parallelize
+from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import LossGuard, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
@@ -26,7 +28,7 @@ from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.expert.mixture_model import analyzed_mixtral, batch_of, expert_strategies
 from tests.parallel.memory.tiers import test_offload_combinations
 from tests.parallel.memory.tiers.test_offload_combinations import FP16, SPLIT, ended, job
-from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama
 
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     **test_offload_combinations.CASES,
@@ -50,6 +52,52 @@ def test_it_changes_no_bit(case: str, tmp_path: Path):
     data = batches(3, 12)
     found, wanted = (
         run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
+        for each in (plan, plain)
+    )
+    assert found == wanted
+
+
+WEIGHTS = ("optimizer_states", "weights")
+
+
+@pytest.mark.parametrize("case", ["cp 2, zero 3", "zero 3 of 3", "pp 2, tp 2, zero 3"])
+def test_weights_on_disk_change_no_bit(case: str, tmp_path: Path):
+    stages = (SPLIT, Pipeline(schedule="1f1b"), TensorParallel(), ZeRO("dp_replicate", 3, keep_mb=0.0))
+    mesh, strategies = CASES.get(case, (Mesh(pp=2, tp=2, dp_replicate=2), stages))
+    analyzed, data = analyzed_llama(), batches(3, 12)
+    disk = DiskOffload(str(tmp_path), 2, WEIGHTS)
+    plain, plan = (
+        make_plan(analyzed, job(), mesh, chosen, 2) for chosen in (strategies, (*strategies, disk))
+    )
+    assert static_checks(plan) == []
+    found, wanted = (
+        run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), mesh)
+        for each in (plan, plain)
+    )
+    assert found == wanted
+
+
+def test_frozen_weights_rest_on_disk_beside_those_that_are_trained(tmp_path: Path):
+    """Their records are read for each use, and no step writes them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "lm_head" in name)
+    analyzed, data = analyze(model, batches(1)[0], loss=token_cross_entropy()), batches(2, 12)
+    strategies = (SPLIT, ZeRO("dp_replicate", 3))
+    plain, plan = (
+        make_plan(analyzed, job(), Mesh(dp_replicate=2), chosen, 2)
+        for chosen in (strategies, (*strategies, DiskOffload(str(tmp_path), 2, WEIGHTS)))
+    )
+    actions = plan.for_rank(0).actions
+    read, written = (
+        {name for each in actions if each.kind == kind for name in each.tensors}
+        for kind in ("READ_PARAM", "WRITE_PARAM")
+    )
+    assert written == {name for name in read if "q_proj" in name or "lm_head" in name} < read
+    found, wanted = (
+        run_on_threads(lambda world, each=each: ended(world, analyzed, each, data), plan.mesh)
         for each in (plan, plain)
     )
     assert found == wanted
@@ -115,12 +163,16 @@ def test_it_changes_no_bit_on_processes(process_pool: ProcessPool, tmp_path: Pat
     assert process_pool.run(on_process, Mesh(dp_replicate=3), str(tmp_path)) == [True] * 3
 
 
-@pytest.mark.parametrize("other", ["memory", "host"])
-def test_checkpoints_go_to_plans_without_it_and_back(other: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [("memory", WEIGHTS[:1]), ("host", WEIGHTS[:1]), ("memory", WEIGHTS)],
+    ids=["memory", "host", "memory, weights"],
+)
+def test_checkpoints_go_to_plans_without_it_and_back(other: str, what: tuple[str, ...], tmp_path: Path):
     analyzed, few = analyzed_llama(), replace(job(PrecisionConfig()), train=TrainConfig(batch=4, clip=0.5))
     elsewhere = (DDP(),) if other == "memory" else (ZeRO("dp_replicate", 2), Offload(step_on="host"))
     plain = make_plan(analyzed, few, Mesh(dp_replicate=2), (SPLIT, *elsewhere))
-    disk = (SPLIT, ZeRO("dp_replicate", 1), DiskOffload(str(tmp_path)))
+    disk = (SPLIT, ZeRO("dp_replicate", 3 if "weights" in what else 1), DiskOffload(str(tmp_path), what=what))
     plan = make_plan(analyzed, few, Mesh(dp_replicate=2), disk)
     loads_under_other_plan(analyzed, plain, plan, tmp_path / "plain")
     loads_under_other_plan(analyzed, plan, plain, tmp_path / "on disk")

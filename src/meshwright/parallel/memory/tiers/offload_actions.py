@@ -5,10 +5,12 @@ STEP of a group they add some of
 
     FETCH_STATES     copies optimizer states and masters of a group into a buffer on the device
     READ_STATES      reads them from the file of the rank into a buffer on the host
+    READ_PARAM       reads a shard of weights from the file into a buffer on the host, before each use
     OFFLOAD_GRAD     copies the summed gradients of a group to the host
     FETCH_PARAM      copies weights to the device: what the host has stepped, or a shard before its all-gather
     OFFLOAD_STATES   copies states and masters back to the host after STEP, and frees the buffer
     WRITE_STATES     writes them back into the file after STEP, and frees the buffer
+    WRITE_PARAM      writes a shard of stepped weights into the file
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +30,9 @@ _STREAM_OF_KIND: Mapping[str, StreamName] = {
     "OFFLOAD_STATES": "copy_out",
     "OFFLOAD_GRAD": "copy_out",
     "READ_STATES": "disk",
+    "READ_PARAM": "disk",
     "WRITE_STATES": "disk",
+    "WRITE_PARAM": "disk",
 }
 
 
@@ -40,10 +44,11 @@ def copy_of_group(
     allocations: tuple[Allocation, ...] = (),
     frees: tuple[str, ...] = (),
 ) -> Action:
-    """Returns the copy of `nbytes` of the parameter group that `step` updates."""
+    """Returns the copy of `nbytes` of the parameter group that `step` updates, or uses."""
     return Action(
         kind,
         step.subject,
+        step.microbatch,
         stream=_STREAM_OF_KIND[kind],
         waits=tuple(waits),
         tensors=step.tensors,

@@ -2,11 +2,12 @@
 
 weights             all of them, or a shard with its padding
 master              if the optimizer steps another dtype than that of the weights, if a rank steps what it
-                    has slices of, or if the host steps weights that rest on the device
+                    has slices of, or if the host steps weights that rest on the device or on disk
 rounded             the stepped weights in the dtype of the weights, where the host rounds them
 optimizer states    step counters included
 
 On disk a group is one record of whole blocks of the file: masters, states, and the rest of the last block.
+Its shard of the weights is another one, which each use reads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +31,7 @@ class GroupStates:
 
     `stepped_params` are the parameters whose optimizer states it has, with the elements of each; `numel`
     elements are stored of the group, padding included. `grad_nbytes` are those of the summed gradients that
-    the optimizer reads, `update_nbytes` those of the weights on the device that the host updates.
+    the optimizer reads, `update_nbytes` those of the weights in another tier that the host updates.
     """
 
     name: str
@@ -58,6 +59,11 @@ class GroupStates:
     def record_nbytes(self) -> int:
         """The bytes of that record, which a step reads and writes."""
         return round_up(self.record_states_begin + self.state_nbytes, FILE_BLOCK_NBYTES)
+
+    @property
+    def weight_record_nbytes(self) -> int:
+        """The bytes of the record of weights on disk, which each use reads; 0 if they rest elsewhere."""
+        return round_up(self.weight_nbytes, FILE_BLOCK_NBYTES) if self.weight_tier == "disk" else 0
 
 
 def group_states(job: Job, view: RankView) -> Iterator[GroupStates]:

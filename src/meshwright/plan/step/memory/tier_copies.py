@@ -14,7 +14,8 @@ from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.plan.step.tied_params import sums_grads
 
 _COPIES_OF_STEPPED = ("OFFLOAD_STATES", "FETCH_PARAM")
-_USES_OF_STEPPED = (*_COPIES_OF_STEPPED, "WRITE_STATES")
+_USES_OF_STEPPED = (*_COPIES_OF_STEPPED, "WRITE_STATES", "WRITE_PARAM")
+_FILL_BUFFERS = ("FETCH_STATES", "READ_STATES", "READ_PARAM", "OFFLOAD_GRAD", "STEP")
 
 
 def tier_copy_conflicts(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterator[str]:
@@ -28,6 +29,9 @@ def tier_copy_conflicts(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterat
         by_kind[action.kind].append(action)
     freed_by: dict[str, str] = {}
     last_use = max((i for i, action in enumerate(actions) if action.kind in PARAM_USE_KINDS), default=-1)
+
+    def is_use(copy: Action) -> bool:
+        return tiers.weights != "device" and "," in copy.subject
 
     def sharing(action: Action, kinds: Iterable[str]) -> list[str]:
         others = (each for kind in kinds for each in by_kind[kind])
@@ -53,17 +57,27 @@ def tier_copy_conflicts(tiers: MemoryTiers, actions: Sequence[Action]) -> Iterat
             for kind in ("READ_STATES", "WRITE_STATES") if tiers.optimizer_states == "disk" else ():
                 if not sharing(action, (kind,)):
                     yield f"{action.name} updates states on disk, and there is no {kind} of them"
-        elif action.kind == "UNSHARD":
-            copy = replace(action, kind="FETCH_PARAM").name
-            if tiers.weights == "host" and copy not in action.waits:
-                yield f"{action.name} does not wait for {copy}"
-        elif action.kind in _USES_OF_STEPPED and not (tiers.weights == "host" and "," in action.subject):
+            if sharing(action, ("READ_PARAM",)) and not sharing(action, ("WRITE_PARAM",)):
+                yield f"{action.name} updates weights on disk, and there is no WRITE_PARAM of them"
+        elif action.kind == "UNSHARD" or (action.kind == "FETCH_PARAM" and is_use(action)):
+            yield from _missing_copies(tiers, action)
+        elif action.kind in _USES_OF_STEPPED:
             needed = [Action("STEP", action.subject).name]
         elif action.kind == "OFFLOAD_GRAD":
             summed = (each for each in actions if sums_grads(each))
             needed = [each.name for each in summed if not set(action.tensors).isdisjoint(each.tensors)]
-        if action.kind in ("FETCH_STATES", "READ_STATES", "OFFLOAD_GRAD", "STEP"):  # they fill buffers
+        if action.kind in _FILL_BUFFERS:
             needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
         awaited = transitive_waits(actions, action) if needed else set[str]()
         yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
         freed_by |= dict.fromkeys(action.frees, action.name)
+
+
+def _missing_copies(tiers: MemoryTiers, action: Action) -> Iterator[str]:
+    """Yields the copy of a shard that `action`, which gathers it or copies it on, does not wait for."""
+    kinds = {"UNSHARD": "FETCH_PARAM"} if tiers.weights != "device" else {}
+    kinds |= {"FETCH_PARAM": "READ_PARAM"} if tiers.weights == "disk" else {}
+    if action.kind in kinds:
+        copy = replace(action, kind=kinds[action.kind]).name
+        if copy not in action.waits:
+            yield f"{action.name} does not wait for {copy}"
