@@ -142,6 +142,12 @@ class Strategy(ABC):
         """
         return None
 
+    def exact_counterpart(self) -> "Strategy | None":
+        """Returns what takes the place of a technique that is not exact in the plan that `verify --curve`
+        compares with; None: it is left out.
+        """
+        return None
+
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;
         0: it rounds nothing.
