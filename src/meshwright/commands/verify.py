@@ -288,7 +288,7 @@ def _train_curves(
         seeded = replace(job, train=replace(job.train, seed=job.train.seed + number))
         for run in _exact_and_lossy(replace(request, job=seeded, extra={})):
             plan = run.plan
-            losses, held_out = on_ranks(partial(_train_on_rank, run, steps))
+            losses, held_out = on_ranks(partial(train_on_rank, run, steps))
             curves.append(LossCurve(plan.job.train.seed, plan.exact, losses, held_out))
             seconds, left = perf_counter() - started, 2 * NUM_SEEDS - len(curves)
             rest = f"; about {format_duration(seconds * left / len(curves))} left" if left else ""
@@ -309,7 +309,10 @@ def _exact_and_lossy(request: PlanRequest) -> Iterator[ResolvedRun]:
         yield ready
 
 
-def _train_on_rank(run: ResolvedRun, steps: int, world: World) -> Trained:
+def train_on_rank(run: ResolvedRun, steps: int, world: World) -> Trained:
+    """Trains one rank of a run, without checkpoints and logs; returns the losses of its steps, and of the
+    held-out samples before and after.
+    """
     plan = run.plan
     batches, held_out = run.local_batches(plan, world.rank), run.eval_samples(world.rank)
 
