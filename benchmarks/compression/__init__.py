@@ -3,6 +3,7 @@
 activation_parity    random pipelines with compressed activations, each compared with one device
 compression_bytes    bytes that compressed gradients send, and memory of residuals, against formulas
 compression_cost     the time to code gradients on one core, in casts to bfloat16
+compression_curves   losses of each codec beside those of exact sums, over three seeds
 compression_links    steps with compressed gradients against exact ones, between two hosts
 compression_parity   random plans with compressed gradients, each compared with one device
 """

@@ -115,7 +115,9 @@ def inspect(
 def verify(
     context: typer.Context,
     config: ConfigArgument,
-    steps: Annotated[int, typer.Option(help="Global steps to compare.", min=1)] = 3,
+    steps: Annotated[
+        int | None, typer.Option(help="Global steps to compare (default: 3; with --curve 100).", min=1)
+    ] = None,
     on: Annotated[
         str,
         typer.Option(help="Run the ranks as threads or processes; trace: run single ranks on fake tensors."),
@@ -124,6 +126,10 @@ def verify(
         int | None,
         typer.Option(help="The rank to trace (default: the first, the last and one between).", min=0),
     ] = None,
+    curve: Annotated[
+        bool,
+        typer.Option("--curve", help="Train a lossy plan and its exact counterpart, with three seeds each."),
+    ] = False,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")
     ] = False,
@@ -139,11 +145,14 @@ def verify(
     """Compare a plan with one device: loss, gradients, gradient norm and parameters.
 
     With --on trace: compare the collectives that single ranks issue with the plan, on a mesh of any size.
+    With --curve: say whether a lossy plan learns as well as its exact counterpart, on your model and data.
     """
     with exit_on_error(context):
         rank_env, command = current_rank(), import_command("verify")
+        show = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         if rank_env is not None:
-            command.verify_rank(rank_env, config, steps, result_folder, shrink=shrink)
+            work = partial(command.curve_rank, show=show) if curve else command.verify_rank
+            work(rank_env, config, steps, result_folder, shrink=shrink)
             return
         if on not in ("threads", "processes", "trace"):
             raise PlanError(
@@ -151,6 +160,9 @@ def verify(
                 fix="--on threads, --on processes, or --on trace",
                 location="--on",
             )
+        if curve and on == "trace":
+            text = "--curve trains all ranks, and --on trace runs single ones without numbers"
+            raise PlanError(text, fix="leave out one of them", location="--curve")
         if rank is not None and on != "trace":
             raise PlanError(
                 f"--on {on} compares all ranks, and --rank {rank} names one",
@@ -161,6 +173,8 @@ def verify(
         compare = (
             partial(command.trace, rank=rank) if on == "trace" else partial(command.verify, launcher=launcher)
         )
+        if curve:
+            compare = partial(command.compare_curves, launcher=launcher, show=show)
         verdict, path = compare(config, context.args, steps, world, out, shrink=shrink)
         console.print(command.verdict_table(verdict))
         console.print(f"verdict     {path}", soft_wrap=True)

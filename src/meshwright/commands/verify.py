@@ -1,11 +1,13 @@
-"""`verify`: compares a plan with one device, on threads or processes; or the collectives of single ranks
-with the program.
+"""`verify`: compares a plan with one device, on threads or processes; the collectives of single ranks with
+the program; or how a lossy plan learns with how its exact counterpart does.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import transformers
@@ -13,16 +15,27 @@ from pydantic import TypeAdapter
 from rich.console import RenderableType
 
 import meshwright
+from meshwright.api import parallelize
 from meshwright.api import trace as trace_plan
+from meshwright.comm.collectives.group import World
 from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.model.loading.scaled_down import scale_down
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import PlanError, format_nbytes, refuse_write_errors
+from meshwright.plan.job.errors import PlanError, format_nbytes, raise_diagnostics, refuse_write_errors
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.rank_memory import nbytes_of_ranks
-from meshwright.report.terminal.verdict_table import trace_view, verdict_view
-from meshwright.resolve_config import ResolvedRun, resolve_request
+from meshwright.report.terminal.progress import format_duration
+from meshwright.report.terminal.verdict_table import curve_view, trace_view, verdict_view
+from meshwright.resolve_config import (
+    NEITHER_FOUND_NOR_REFUSED,
+    ResolvedRun,
+    open_request,
+    plan_request,
+    resolve_request,
+)
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import PLAN_FILE
 from meshwright.run.launch.cluster_env import RankEnv
@@ -32,25 +45,42 @@ from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.parity_on_threads import compare_on_threads
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
+from meshwright.verifier.loss_curves import (
+    DEFAULT_STEPS,
+    NUM_SEEDS,
+    CurveVerdict,
+    LossCurve,
+    Trained,
+    curve_diagnostics,
+    exact_counterparts,
+    train_curve,
+)
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import ParityCase, record_lost, run_reference
+from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict_and_cause import Verdict
 
 MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
+DEFAULT_PARITY_STEPS = 3
+CURVES_FILE = "curves.json"  # of rank 0
+WAIT_S = 600.0  # that one rank waits for another at most
 
 
-def verdict_table(verdict: Verdict | TraceVerdict) -> RenderableType:
+def verdict_table(verdict: Verdict | TraceVerdict | CurveVerdict) -> RenderableType:
     """Returns the verdict as a table."""
+    if isinstance(verdict, CurveVerdict):
+        return curve_view(verdict)
     return trace_view(verdict) if isinstance(verdict, TraceVerdict) else verdict_view(verdict)
 
 
 def verify(
     config: Path,
     overrides: Sequence[str],
-    steps: int,
+    steps: int | None,
     world: int | None,
     out: Path | None,
     launcher: LocalLauncher | None,
@@ -61,6 +91,7 @@ def verify(
 
     The verdict names the hash of the plan as it would be trained.
     """
+    steps = steps or DEFAULT_PARITY_STEPS
     request, ready = resolve_config(config, overrides, world)
     plan = ready.plan
     if plan.mesh.world_size > MAX_RANKS:
@@ -75,7 +106,7 @@ def verify(
     _check_host_memory(case.plan, shrink=shrink)
     folder = _verify_folder(plan)
     if launcher is None:
-        reports = compare_on_threads(case, steps, timeout_s=600)
+        reports = compare_on_threads(case, steps, timeout_s=WAIT_S)
     else:
         with claim_run_folder(folder) as attempt:
             plan_file = folder / PLAN_FILE
@@ -116,7 +147,7 @@ def _check_host_memory(exact: Plan, *, shrink: bool) -> None:
 def trace(
     config: Path,
     overrides: Sequence[str],
-    steps: int,
+    steps: int | None,
     world: int | None,
     out: Path | None,
     rank: int | None,
@@ -128,6 +159,7 @@ def trace(
 
     A model that cannot run on fake tensors runs on real ones.
     """
+    steps = steps or DEFAULT_PARITY_STEPS
     request, ready = resolve_config(config, overrides, world)
     traced = _scaled_down(request, world) if shrink else ready
     ranks = None if rank is None else [rank]
@@ -154,7 +186,148 @@ def _small_if_possible(request: PlanRequest, world: int | None, whole: ResolvedR
         return whole
 
 
-def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
+def compare_curves(
+    config: Path,
+    overrides: Sequence[str],
+    steps: int | None,
+    world: int | None,
+    out: Path | None,
+    launcher: LocalLauncher | None,
+    *,
+    shrink: bool,
+    show: Callable[[str], None],
+) -> tuple[CurveVerdict, Path]:
+    """Trains the plan and its exact counterpart with several seeds, on threads or (with a launcher) on
+    processes; writes the verdict. `show` is called with a line per run.
+    """
+    request, ready = resolve_config(config, overrides, world)
+    plan = ready.plan
+    if plan.mesh.world_size > MAX_RANKS:
+        text = f"{plan.mesh.world_size} ranks on this machine, which train the model {2 * NUM_SEEDS} times"
+        fix = "compare the techniques on a smaller mesh: --mesh.dp_replicate 4"
+        raise PlanError(text, fix=fix, location="verify")
+    subject = _scaled_down(request, world) if shrink else ready
+    steps = steps or min(DEFAULT_STEPS, plan.job.train.steps)
+    available = subject.local_batches(subject.plan, 0).num_steps
+    raise_diagnostics(curve_diagnostics(subject.plan, steps, available))
+    subject.check_host_memory(range(plan.mesh.world_size))
+    folder = _verify_folder(plan)
+    if launcher is None:
+        run = partial(run_on_threads, mesh=plan.mesh, timeout_s=WAIT_S)
+        curves = _train_curves(request, steps, lambda train: run(train)[0], show, shrink=shrink)
+    else:
+        with claim_run_folder(folder) as attempt:
+            plan_file = folder / PLAN_FILE
+            write_plan((request, ready), plan_file)
+            argv = [
+                "verify",
+                str(plan_file),
+                "--curve",
+                "--steps",
+                str(steps),
+                "--result-folder",
+                str(folder),
+            ]
+            result = launcher([*argv, *(["--shrink"] if shrink else [])], plan.mesh.world_size, attempt)
+            if result.exit_code:
+                raise RanksFailed(result)
+            curves = TypeAdapter(list[LossCurve]).validate_json((folder / CURVES_FILE).read_bytes())
+    exact = replace(request, strategies=exact_counterparts(plan.strategies), extra={})
+    verdict = CurveVerdict(
+        plan.hash,
+        resolve_request(exact, world).plan.hash,
+        str(plan.mesh),
+        subject.plan.model_spec.name,
+        "threads" if launcher is None else "processes",
+        tuple(str(each) for each in plan.strategies if not each.exact),
+        steps,
+        tuple(curves),
+        _versions(),
+    )
+    path = out or folder / "curve.json"
+    _write(verdict, path)
+    return verdict, path
+
+
+def curve_rank(
+    rank_env: RankEnv,
+    plan_file: Path,
+    steps: int,
+    folder: Path | None,
+    *,
+    shrink: bool,
+    show: Callable[[str], None],
+) -> None:
+    """Trains as one rank of the plan that the launching process has checked, and of its exact counterpart;
+    rank 0 writes the curves into `folder`.
+    """
+    folder = _own_folder(rank_env, folder)
+    with record_failure(rank_env.rank, rank_env.attempt_folder or folder, rank_env.lifeline_fd):
+        request = read_request(plan_file, (), STRATEGIES)
+        run = resolve_request(request).plan.run
+        mesh = Mesh.infer(request.mesh, rank_env.world)
+        with join_world(rank_env, mesh, run.limits, shared_memory=run.shared_memory) as world:
+            tell = show if rank_env.rank == 0 else lambda text: None
+            curves = _train_curves(request, steps, lambda train: train(world), tell, shrink=shrink)
+        if rank_env.rank == 0:
+            (folder / CURVES_FILE).write_text(json.dumps([asdict(each) for each in curves]))
+
+
+def _train_curves(
+    request: PlanRequest,
+    steps: int,
+    on_ranks: Callable[[Callable[[World], Trained]], Trained],
+    show: Callable[[str], None],
+    *,
+    shrink: bool,
+) -> list[LossCurve]:
+    """Returns the exact and the lossy curve of each seed; `on_ranks` runs a function on every rank."""
+    curves, started = list[LossCurve](), perf_counter()
+    job = scale_down(request.job) if shrink else request.job
+    for number in range(NUM_SEEDS):
+        seeded = replace(job, train=replace(job.train, seed=job.train.seed + number))
+        for run in _exact_and_lossy(replace(request, job=seeded, extra={})):
+            plan = run.plan
+            losses, held_out = on_ranks(partial(train_on_rank, run, steps))
+            curves.append(LossCurve(plan.job.train.seed, plan.exact, losses, held_out))
+            seconds, left = perf_counter() - started, 2 * NUM_SEEDS - len(curves)
+            rest = f"; about {format_duration(seconds * left / len(curves))} left" if left else ""
+            show(f"{curves[-1]} in {steps} steps ({format_duration(seconds)}{rest})")
+    return curves
+
+
+def _exact_and_lossy(request: PlanRequest) -> Iterator[ResolvedRun]:
+    """Yields the run of the exact counterpart of a resolved `request`, and that of the request; the model is
+    analyzed once.
+    """
+    opened, mesh, given = open_request(request, [], needs_data=True), Mesh(**request.mesh), request.strategies
+    if opened is None or given is None:
+        raise RuntimeError(NEITHER_FOUND_NOR_REFUSED)
+    for strategies in (exact_counterparts(given), given):
+        ready = plan_request(replace(request, strategies=strategies), mesh, opened)
+        raise_diagnostics(static_checks(ready.plan))
+        yield ready
+
+
+def train_on_rank(run: ResolvedRun, steps: int, world: World) -> Trained:
+    """Trains one rank of a run, without checkpoints and logs; returns the losses of its steps, and of the
+    held-out samples before and after.
+    """
+    plan = run.plan
+    batches, held_out = run.local_batches(plan, world.rank), run.eval_samples(world.rank)
+
+    def read_batch(step: int) -> Batch | None:
+        if batches.has_ended(step):  # a stream, which cannot be counted
+            text = f"the data end after {step} of {steps} steps"
+            raise PlanError(text, fix=f"write --steps {step}, or add data", location="--steps")
+        return batches.batch(step)
+
+    with parallelize(run.analyzed, plan, loss=run.loss, world=world) as trainer, trainer.oom_advisor:
+        read_held_out = None if held_out is None else held_out.batches
+        return train_curve(trainer.executor, world, read_batch, read_held_out, steps)
+
+
+def _write(verdict: Verdict | TraceVerdict | CurveVerdict, path: Path) -> None:
     with refuse_write_errors("the verdict", path, "name another file: --json"):
         verdict.write(path)
 
@@ -170,9 +343,7 @@ def verify_rank(
     """Compares as one rank of the plan that the launching process has resolved and checked, and writes the
     report into `folder` for it.
     """
-    if rank_env.store_path is None or folder is None:
-        text = "verify was started as one rank by torchrun; it starts its own ranks"
-        raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
+    folder = _own_folder(rank_env, folder)
     with record_failure(rank_env.rank, rank_env.attempt_folder or folder, rank_env.lifeline_fd):
         request = read_request(plan_file, (), STRATEGIES)
         case = _case(_scaled_down(request, rank_env.world) if shrink else resolve_request(request))
@@ -184,6 +355,14 @@ def verify_rank(
         path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(report)))
+
+
+def _own_folder(rank_env: RankEnv, folder: Path | None) -> Path:
+    """Returns the folder for results of a rank. Raises PlanError if another launcher started it."""
+    if rank_env.store_path is None or folder is None:
+        text = "verify was started as one rank by torchrun; it starts its own ranks"
+        raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
+    return folder
 
 
 def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:

@@ -164,6 +164,12 @@ class Strategy(ABC):
         """
         return program
 
+    def coded_numel(self, action: Action, view: RankView) -> int:
+        """Returns how many elements this technique codes for `action` on the rank of `view`, with the codec
+        of its mode; that takes time beside the messages.
+        """
+        return 0
+
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         """Returns the tensors that this technique keeps from step to step, on the rank of `view`."""
         return ()
@@ -187,6 +193,12 @@ class Strategy(ABC):
         None: this technique changes no weights.
 
         `verify` compares a plan with one device that computes with these values and steps exact weights.
+        """
+        return None
+
+    def exact_counterpart(self) -> "Strategy | None":
+        """Returns what takes the place of a technique that is not exact in the plan that `verify --curve`
+        compares with; None: it is left out.
         """
         return None
 

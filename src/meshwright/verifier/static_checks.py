@@ -4,7 +4,7 @@ The checks read the action list of every role and report, all at once: names tha
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
 out, memory that is not freed, messages that cannot carry their transfer or are received in another
-order (message_checks.py), what pipeline ranks do not agree on (tied_grad_sums.py), and deadlocks
+order, the sums of tied gradients on pipeline ranks (message_checks.py), and deadlocks
 (nccl_deadlocks.py).
 """
 
@@ -29,9 +29,13 @@ from meshwright.plan.step.single_device_program import (
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
-from meshwright.verifier.message_checks import check_message_order, check_messages, check_streams
+from meshwright.verifier.message_checks import (
+    check_message_order,
+    check_messages,
+    check_streams,
+    check_tied_params,
+)
 from meshwright.verifier.nccl_deadlocks import check_evaluation, find_nccl_deadlocks
-from meshwright.verifier.tied_grad_sums import check_tied_params
 
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "

@@ -170,6 +170,9 @@ class PipeDream(Strategy):
         """Returns the schedule of all pipeline ranks for `num_microbatches` microbatches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
 
+    def exact_counterpart(self) -> Pipeline:
+        return self._pipeline
+
     @property
     def _pipeline(self) -> Pipeline:
         return Pipeline(axis=self.axis, schedule="1f1b", split_points=self.split_points)

@@ -1,10 +1,11 @@
-"""Shows the verdict of a verification as a table: errors of numbers, or messages and bytes sent."""
+"""Shows the verdict of a verification as a table: errors of numbers, messages and bytes sent, or losses."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.table import Table
+from meshwright.verifier.loss_curves import CurveVerdict
 from meshwright.verifier.message_trace import TraceVerdict
 from meshwright.verifier.verdict_and_cause import Verdict
 
@@ -41,3 +42,15 @@ def trace_view(verdict: TraceVerdict) -> RenderableType:
         ("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step"),
     ]
     return Group(Text(str(verdict), style="green"), Table(["", ""], rows))
+
+
+def curve_view(verdict: CurveVerdict) -> RenderableType:
+    """Returns a verdict on curves: the outcome, the losses and the gap of each seed, and why."""
+    rows = [
+        (f"  {exact.seed}", f"{exact.first:.4f}", f"{exact.last:.4f}", f"{lossy.last:.4f}", f"{gap:+.2%}")
+        for (exact, lossy), gap in zip(verdict.pairs, verdict.gaps, strict=True)
+    ]
+    head, _, reason = str(verdict).partition(": ")
+    style = "green" if verdict.passed else "red"
+    table = Table(["  seed", "first loss", "exact", "lossy", "gap"], rows)
+    return Group(Text(f"{head}, in {verdict.num_steps} steps", style=style), table, Text(reason, style=style))

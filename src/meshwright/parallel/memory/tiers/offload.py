@@ -119,6 +119,9 @@ class Offload(Strategy):
         """Whether gradients are those of the newest weights."""
         return not self.delay
 
+    def exact_counterpart(self) -> "Offload":
+        return replace(self, delay=0)
+
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.offload"
         yield from self._check_delay(job)
