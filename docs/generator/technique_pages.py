@@ -30,6 +30,8 @@ SHARED = (
     "context/context_parallel_strategy",
     "compression/block_codes",
     "compression/residuals",
+    "outer/rounds",
+    "outer/round_averages",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",
@@ -52,6 +54,7 @@ SHARED = (
 TITLES = {
     "data": "Data parallelism",
     "compression": "Compressed communication",
+    "outer": "Rounds between sites",
     "memory": "Memory",
     "memory/tiers": "Memory of the host and of disks",
     "tensor": "Tensor parallelism",

@@ -101,8 +101,10 @@ def verify(
 
 
 def _check_host_memory(exact: Plan, *, shrink: bool) -> None:
-    """Raises PlanError if the ranks of the plan in float64, and one device alone, need more than is free."""
-    alone = exact.model_spec.numel * torch.float64.itemsize
+    """Raises PlanError if the ranks of the plan in float64, and one device alone for each site, need more
+    than is free.
+    """
+    alone = exact.num_sites * exact.model_spec.numel * torch.float64.itemsize
     needed = nbytes_of_ranks(exact, range(exact.mesh.world_size), SAME_MEMORY) + alone
     free = free_and_total_host_nbytes()[0]
     if needed > free:

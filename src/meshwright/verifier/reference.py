@@ -9,6 +9,10 @@ something else. For it the loop replays the weight versions that its program sta
 (plan/step/weight_stashing.py): still one model, its own forward, one backward. Likewise where the host steps
 beside the next step (offload with a delay): gradients are those at weights that lack the last update.
 
+Where sites train apart and meet in rounds (local SGD, DiLoCo), the loop is played once for each site, one
+after the other, on its samples; what follows at the end of a round the technique says itself, in plain tensor
+operations on the parameters of all sites (`Strategy.on_sites`). Every rank is compared with its site.
+
 A plan with gradient compression steps with what its codes say. That is verified in two ways, to 1e-10: every
 sum equals what its technique defines (engine/step/observed_sums.py), and nothing is lost: what is applied +
 what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
@@ -17,7 +21,7 @@ what codes lost. The reference steps with its own gradient less that; every numb
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -70,6 +74,7 @@ class ReferenceStep:
     Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
     `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
+    `batch` has the rows `samples` of the global batch (None: all), where sites train apart.
     """
 
     batch: Batch
@@ -81,15 +86,31 @@ class ReferenceStep:
     biases: TensorsByName = field(default_factory=dict)
     choices: dict[str, Choices] = field(default_factory=dict)
     sum_error: float = 0.0
+    samples: tuple[int, ...] | None = None
+
+    def rows_of(self, samples: Sequence[int]) -> list[int]:
+        """Returns the rows of `batch` with those of `samples`, indices in the global batch, that it has."""
+        if self.samples is None:
+            return [each for each in samples if each < len(next(iter(self.batch.values())))]
+        rows = {sample: row for row, sample in enumerate(self.samples)}
+        return [rows[each] for each in samples if each in rows]
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of one device; `block_of` names the first block that uses each parameter."""
+    """The results of one device; `block_of` names the first block that uses each parameter.
+
+    `sites` are those of each site that trains apart, the first one included.
+    """
 
     initial_values: TensorsByName
     steps: list[ReferenceStep] = field(default_factory=list)
     block_of: dict[str, str] = field(default_factory=dict)
+    sites: "tuple[Reference, ...]" = ()
+
+    def of_site(self, index: int) -> "Reference":
+        """Returns the results of the site at `index`."""
+        return self.sites[index] if self.sites else self
 
 
 @dataclass(frozen=True)
@@ -132,63 +153,100 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
 
 
 def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
-    """Trains `num_steps` steps on one device and records all that is compared.
+    """Trains `num_steps` steps on one device, or on one per site, and records all that is compared.
 
     Replays weight versions if the plan has any. `lost` is what sums of codes leave out (`record_lost`).
     """
-    subject, rng, plan = (
-        parity_case.make_trained_module(),
-        parity_case.make_rng(),
-        parity_case.single_device_plan,
+    plan = parity_case.single_device_plan
+    sites = [_Site(parity_case, site) for site in range(parity_case.plan.num_sites)]
+    found = (
+        each.on_sites(parity_case.plan.job, [site.trainable for site in sites])
+        for each in parity_case.plan.strategies
     )
-    replay = (
-        _WeightVersionReplay(parity_case, subject, rng)
-        if alone(parity_case.plan.for_rank(0).actions)
-        else None
-    )
-    trainable = subject.trainable_parameters
-    block_of = {weight.name: weight.block_calls[0] for weight in plan.model_spec.params}
-    reference = Reference(
-        {name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of
-    )
-    optimizer = _plain_sgd(plan.job, subject)
-    update = _DelayedUpdate(trainable) if parity_case.plan.sharding.tiers.delay else _update
-    base_lrs = [group["lr"] for group in optimizer.param_groups]
-    samples, model_spec = parity_case.batch_reader(plan, 0), plan.model_spec
-    found = (each.on_one_device(subject.module, model_spec) for each in parity_case.plan.strategies)
-    step_ends = [each for each in found if each is not None]
-    recorder = ChoiceRecorder(lambda: len(reference.steps))
-    if replay is None:
-        recorder.attach(subject.module, model_spec.experts_calls)
+    round_ends = [each for each in found if each is not None]
+    samples = parity_case.batch_reader(plan, 0)
     for step in range(num_steps):
         batch = samples(step)
         if batch is None:
             break
-        for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
-            group["lr"] = base_lr * lr_factor(plan.job.lr_schedule, step, plan.job.train.steps)
-        if replay is not None:
-            reference.steps.append(replay.step(optimizer, batch, step))
-            continue
-        optimizer.zero_grad(set_to_none=True)
-        loss = _loss(parity_case, subject, rng, batch, step)
-        _backward(loss)
-        gradients = _gradients(subject, lost[step].lost if lost else {})
-        clip = plan.job.train.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        updates = bool(parity_case.loss.count(batch) > 0)  # where nothing counts, nothing changes
-        update(optimizer, updates)
-        for end_step in step_ends:
-            end_step(updates)
-        biases = {each.buffer: subject.module.get_buffer(each.buffer) for each in model_spec.choice_biases}
-        parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
-        values = (loss.item(), norm.item(), gradients, parameters_after)
-        choices = recorder.pop_choices(len(next(iter(batch.values()))))
-        error = lost[step].error if lost else 0.0
-        reference.steps.append(
-            ReferenceStep(batch, *values, biases=_values(biases), choices=choices, sum_error=error)
+        for site in sites:
+            site.train_step(step, batch, lost[step] if lost else None)
+        for end_step in round_ends:
+            end_step(step)
+        for site in sites:
+            site.record_parameters()
+    for site in sites:
+        site.close()
+    return replace(sites[0].reference, sites=tuple(site.reference for site in sites))
+
+
+class _Site:
+    """One device that trains by itself, on all samples or on those of a site of the plan."""
+
+    def __init__(self, parity_case: ParityCase, index: int) -> None:
+        self._parity_case, self._job = parity_case, parity_case.single_device_plan.job
+        self._model_spec = parity_case.single_device_plan.model_spec
+        subject, rng = parity_case.make_trained_module(), parity_case.make_rng()
+        self._subject, self._rng, self.trainable = subject, rng, subject.trainable_parameters
+        self._replay = (
+            _WeightVersionReplay(parity_case, subject, rng)
+            if alone(parity_case.plan.for_rank(0).actions)
+            else None
         )
-    recorder.detach()
-    return reference
+        self.reference = Reference(
+            _values(subject.parameters),
+            block_of={weight.name: weight.block_calls[0] for weight in self._model_spec.params},
+        )
+        self._optimizer = _plain_sgd(self._job, subject)
+        self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        has_delay = parity_case.plan.sharding.tiers.delay
+        self._update = _DelayedUpdate(self.trainable) if has_delay else _update
+        found = (each.on_one_device(subject.module, self._model_spec) for each in parity_case.plan.strategies)
+        self._step_ends = [each for each in found if each is not None]
+        self._recorder = ChoiceRecorder(lambda: len(self.reference.steps))
+        if self._replay is None:
+            self._recorder.attach(subject.module, self._model_spec.experts_calls)
+        self._samples = parity_case.plan.site_samples(index) if parity_case.plan.num_sites > 1 else None
+
+    def train_step(self, step: int, batch: Batch, lost: LostStep | None) -> None:
+        """Trains a step on this site's samples of the global `batch`, and records it."""
+        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * lr_factor(self._job.lr_schedule, step, self._job.train.steps)
+        if self._replay is not None:
+            self.reference.steps.append(self._replay.step(self._optimizer, batch, step))
+            return
+        rows = self._samples
+        if rows is not None:
+            num_rows = len(next(iter(batch.values())))
+            rows = tuple(row for row in rows if row < num_rows)
+            batch = {key: value[list(rows)] for key, value in batch.items()}
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), dtype=torch.float64)
+        if rows != ():
+            loss = _loss(self._parity_case, self._subject, self._rng, batch, step, rows)
+            _backward(loss)
+        gradients = _gradients(self._subject, lost.lost if lost else {})
+        limit = self._job.train.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(list(self.trainable.values()), limit)
+        updates = rows != () and bool(self._parity_case.loss.count(batch) > 0)  # else nothing changes
+        self._update(self._optimizer, updates)
+        for end_step in self._step_ends:
+            end_step(updates)
+        module = self._subject.module
+        biases = {each.buffer: module.get_buffer(each.buffer) for each in self._model_spec.choice_biases}
+        choices = self._recorder.pop_choices(len(next(iter(batch.values())))) if rows != () else {}
+        error = lost.error if lost else 0.0
+        values = (loss.item(), norm.item(), gradients, {}, {}, _values(biases), choices, error, rows)
+        self.reference.steps.append(ReferenceStep(batch, *values))
+
+    def record_parameters(self) -> None:
+        """Records the parameters after the step, and after the round if one has ended."""
+        last = self.reference.steps[-1]
+        self.reference.steps[-1] = replace(last, parameters=_values(self._subject.parameters))
+
+    def close(self) -> None:
+        """Ends the recording of choices."""
+        self._recorder.detach()
 
 
 def batch_gradients(parity_case: ParityCase, batch: Batch, part_sizes: Sequence[int]) -> TensorsByName:
@@ -202,7 +260,8 @@ def batch_gradients(parity_case: ParityCase, batch: Batch, part_sizes: Sequence[
         part = {key: value[begin : begin + size] for key, value in batch.items()}
         part_weight = parity_case.loss.count_weight_and_tokens(part)[0]
         if part_weight > 0:
-            _backward(_loss(parity_case, subject, rng, part, 0, begin) * (part_weight / weight))
+            rows = range(begin, begin + size)
+            _backward(_loss(parity_case, subject, rng, part, 0, rows) * (part_weight / weight))
         begin += size
     return _gradients(subject)
 
@@ -265,9 +324,8 @@ class _WeightVersionReplay:
                 else 0.0
             )
             if counts[-1] > 0:
-                microbatch_loss = _loss(
-                    self._parity_case, self._subject, self._rng, samples, step, microbatch * num_rows
-                )
+                rows = range(microbatch * num_rows, (microbatch + 1) * num_rows)
+                microbatch_loss = _loss(self._parity_case, self._subject, self._rng, samples, step, rows)
                 _backward(microbatch_loss)
                 loss += microbatch_loss.item() * counts[-1]
             gradients_by_microbatch[microbatch] = _gradients(self._subject)
@@ -329,16 +387,18 @@ def _loss(
     rng: StatelessRNG | None,
     batch: Batch,
     step: int,
-    begin: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
+    """Returns the loss of `batch`, which are the `rows` of the global batch (None: all)."""
     inputs = parity_case.loss.model_inputs(batch)
     with explain_forward_errors(subject.module, inputs, parity_case.loss.model_inputs(subject.dummy_batch)):
         if rng is None:
             outputs = subject.module(**inputs)
         else:
             num_rows = len(next(iter(batch.values())))
-            first = step * parity_case.single_device_plan.job.train.batch + begin
-            rng.begin_forward(step, torch.arange(first, first + num_rows))
+            first = step * parity_case.single_device_plan.job.train.batch
+            own = torch.arange(num_rows) if rows is None else torch.tensor(list(rows)[:num_rows])
+            rng.begin_forward(step, first + own)
             with StatelessDropout(rng), _BlockCallHooks(subject, rng.enter_block):
                 outputs = subject.module(**inputs)
     return parity_case.loss.whole_total(outputs, batch) / (

@@ -4,6 +4,7 @@ attributed.
 
 import pytest
 
+import meshwright as mw
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost
@@ -142,3 +143,18 @@ def test_a_pipeline_whose_ranks_alternate_needs_one_core():
     assert step_breakdown(program, seconds, SharedCores(1, {"pp0": 1, "pp1": 1}))[0] == pytest.approx(
         step_breakdown(program, seconds)[0]
     )
+
+
+def test_a_step_of_rounds_is_the_mean_of_its_two_kinds():
+    _, rounds = planned(analyzed_llama(), Mesh(outer=2), (mw.LocalSGD(sync_every=4),))
+    found = predict_step(rounds, ground())
+    assert found.round_end_s is not None
+    between_s = (4 * found.step_s - found.round_end_s) / 3
+    assert 0 < between_s < found.step_s < found.round_end_s
+    for each in found.roles.values():
+        assert each.seconds == pytest.approx(found.step_s)
+    _, every_step = planned(analyzed_llama(), Mesh(outer=2), (mw.LocalSGD(sync_every=1),))
+    assert predict_step(every_step, ground()).step_s == pytest.approx(found.round_end_s)
+    assert "round_end_s" in found.as_dict()
+    _, parallel = planned(analyzed_llama(), Mesh(dp_replicate=2))
+    assert "round_end_s" not in predict_step(parallel, ground()).as_dict()
