@@ -27,8 +27,8 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.plan.strategy_state import StateSpec
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.parity_on_threads import compare_on_threads
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import make_verdict, parity_job, single_device_job
-from meshwright.verifier.reference import ParityCase
 from meshwright.verifier.verdict_and_cause import Verdict
 
 VOCABULARY, WIDTH, TOKENS = 13, 6, 5

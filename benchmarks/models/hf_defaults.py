@@ -30,7 +30,8 @@ from benchmarks.models.head_families import ALL_HEADS, Head
 from meshwright.model.loss.loss_definition import AuxiliaryLoss, Loss
 from meshwright.model.tensors.float64_mode import batch_in_float64
 from meshwright.verifier.float64_parity_setup import make_parity_case
-from meshwright.verifier.reference import Reference, run_reference
+from meshwright.verifier.one_device.parity_case import Reference
+from meshwright.verifier.reference import run_reference
 
 NAME, BAR, TOLERANCE = "hf_defaults", 30, 1e-10
 CLAIM = (

@@ -54,7 +54,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import STRATEGY_AXES, Mesh
+from meshwright.plan.sharding.mesh import SITE_AXES, Mesh
 from meshwright.plan.strategy_interface import Strategy
 
 MAX_RANKS, FULL_RATE_RANKS, NUM_STEPS, PERTURBED_ONE_IN = 24, 5, 2, 8
@@ -320,8 +320,8 @@ def _perturbed(rng: Random, drawn: Draw) -> Draw:
                 perturbation=f"without {left.name}",
             )
         case "another axis size":
-            axis = rng.choice(STRATEGY_AXES)
-            sizes = {each: drawn.mesh.size(each) for each in STRATEGY_AXES}
+            axis = rng.choice(SITE_AXES)
+            sizes = {each: drawn.mesh.size(each) for each in SITE_AXES}
             mesh = Mesh(**{**sizes, axis: sizes[axis] % 3 + 1})
             return (
                 replace(drawn, mesh=mesh, perturbation=f"another size of {axis}")

@@ -60,8 +60,9 @@ from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
+from meshwright.verifier.one_device.lost_steps import record_lost
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import record_lost, run_reference
+from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 NAME = "random_plans"

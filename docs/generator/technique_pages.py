@@ -31,6 +31,8 @@ SHARED = (
     "compression/block_codes",
     "compression/residuals",
     "compression/sliced_sums",
+    "outer/rounds",
+    "outer/round_averages",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",
@@ -53,6 +55,7 @@ SHARED = (
 TITLES = {
     "data": "Data parallelism",
     "compression": "Compressed communication",
+    "outer": "Rounds between sites",
     "memory": "Memory",
     "memory/tiers": "Memory of the host and of disks",
     "tensor": "Tensor parallelism",

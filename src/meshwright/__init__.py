@@ -58,6 +58,8 @@ _MODULES = {
     "meshwright.parallel.memory.partitioned_activations": ("PartitionedActivations",),
     "meshwright.parallel.memory.memory_budget": ("MemoryBudget",),
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
+    "meshwright.parallel.outer.diloco": ("DiLoCo",),
+    "meshwright.parallel.outer.local_sgd": ("LocalSGD",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
     "meshwright.parallel.pipeline.pipeline_strategy": ("Pipeline",),
     "meshwright.parallel.tensor.cube_3d": ("TensorParallel3D",),

@@ -281,8 +281,8 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         ),
         (
             {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, outer=2)},
-            "mesh.outer: outer = 2: no strategy uses the axis outer yet"
-            "\n  repair: set it to 1; local SGD, in which nothing crosses it between two rounds, will use it",
+            "no strategy uses the axis outer: 2 ranks would do the same work"
+            "\n  repair: give the axis a strategy (for sites that meet in rounds",
         ),
         (
             {"strategies": (BatchSplit(),)},

@@ -18,8 +18,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.reference import run_reference
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, TOKENS, batches, llama, planned
 
 LENGTHS = (TOKENS, 6, 12)  # by step

@@ -29,6 +29,7 @@ from meshwright.plan.job.job import (
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
+from meshwright.verifier.one_device.parity_case import ParityCase, Reference
 from meshwright.verifier.parity import (
     TOLERANCE,
     RankReport,
@@ -36,7 +37,7 @@ from meshwright.verifier.parity import (
     make_verdict,
     parity_job,
 )
-from meshwright.verifier.reference import ParityCase, Reference, run_reference
+from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import COMPARED_QUANTITIES, Verdict
 from tests.tiny_model import analyzed_model, case_of, edited, plan_of, verdict_of
 

@@ -18,7 +18,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
-from meshwright.verifier.reference import ParityCase
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import analyzed_model, case_of, edited, first_of, plan_of, verdict_of
 

@@ -14,7 +14,8 @@ import meshwright.model.blocks.block_forward_backward
 from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
-from meshwright.verifier.reference import ParityCase, Reference, run_reference
+from meshwright.verifier.one_device.parity_case import ParityCase, Reference
+from meshwright.verifier.reference import run_reference
 from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples
 
 

@@ -59,8 +59,10 @@ from meshwright.verifier.loss_curves import (
 )
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
+from meshwright.verifier.one_device.lost_steps import record_lost
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import ParityCase, record_lost, run_reference
+from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict_and_cause import Verdict
 
@@ -132,8 +134,10 @@ def verify(
 
 
 def _check_host_memory(exact: Plan, *, shrink: bool) -> None:
-    """Raises PlanError if the ranks of the plan in float64, and one device alone, need more than is free."""
-    alone = exact.model_spec.numel * torch.float64.itemsize
+    """Raises PlanError if the ranks of the plan in float64, and one device alone for each site, need more
+    than is free.
+    """
+    alone = exact.num_sites * exact.model_spec.numel * torch.float64.itemsize
     needed = nbytes_of_ranks(exact, range(exact.mesh.world_size), SAME_MEMORY) + alone
     free = free_and_total_host_nbytes()[0]
     if needed > free:

@@ -6,6 +6,7 @@ context     the tokens of a sample: ring attention, Ulysses, both together
 expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
+outer       sites that train apart and meet in rounds: local SGD, DiLoCo
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
@@ -41,6 +42,8 @@ from meshwright.parallel.memory.tiers.activation_offload import ActivationOffloa
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.outer.diloco import DiLoCo
+from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -100,5 +103,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         TopKCompression,
         QuantizedWeights,
         ActivationCompression,
+        LocalSGD,
+        DiLoCo,
     )
 )

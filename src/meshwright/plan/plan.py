@@ -244,6 +244,20 @@ class Plan:
         return self.local_batch // self.micro_batch
 
     @property
+    def num_sites(self) -> int:
+        """The number of sites that train apart between two rounds; 1 without rounds."""
+        return self.mesh.group_size(self.sharding.varying_axes)
+
+    def site_of(self, rank: int) -> int:
+        """Returns the index of the site of `rank`."""
+        return self.sharding.site_index(self.mesh.coordinate(rank))
+
+    def site_samples(self, site: int) -> tuple[int, ...]:
+        """Returns the samples of the global batch that the ranks of `site` read, rising."""
+        ranks = (rank for rank in range(self.mesh.world_size) if self.site_of(rank) == site)
+        return tuple(sorted({sample for rank in ranks for sample in self.samples_read(rank)}))
+
+    @property
     def exact(self) -> bool:
         """Whether the plan computes what one device would compute, up to rounding."""
         return all(strategy.exact for strategy in self.strategies)

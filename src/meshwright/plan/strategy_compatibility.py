@@ -8,12 +8,13 @@ from types import MappingProxyType
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.sharding.mesh import AXES, MESH_AXES, STRATEGY_AXES, axes_with
+from meshwright.plan.sharding.mesh import AXES, axes_with
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy
 
 EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
+        "outer": 'for sites that meet in rounds: "local_sgd" or "diloco"',
         "pp": 'for runs of layers: "pipeline"',
         "ep": 'for a mixture of experts: "expert_parallel" and "batch_split" with axis = "ep"',
         "cp": 'for tokens of a sample: "ring"',
@@ -29,6 +30,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(  # of strategies, in other li
         **dict.fromkeys(("pp", "pipeline_parallel", "gpipe", "1f1b"), "pipeline"),
         **dict.fromkeys(("cp", "context_parallel", "ring_attention"), "ring"),
         "sp": "sequence_parallel",
+        **dict.fromkeys(("localsgd", "post_local_sgd", "fedavg"), "local_sgd"),
         **dict.fromkeys(("gradient_checkpointing", "checkpointing", "recompute"), "activation_checkpointing"),
     }
 )
@@ -113,14 +115,6 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         for axis in AXES
         if sharding.mesh.size(axis) > 1 and axis not in used_axes and not _uses_axis(sharding, axis)
     ]
-    for axis in (each for each in MESH_AXES if each.awaits and each.name in idle):
-        text = f"{axis.name} = {sharding.mesh.size(axis.name)}: no strategy uses the axis {axis.name} yet"
-        yield Diagnostic(text, f"set it to 1; {axis.awaits} will use it", f"mesh.{axis.name}")
-    for stage_axis in sharding.stage_axes:
-        for axis in (each for each in AXES[: AXES.index(stage_axis)] if sharding.mesh.size(each) > 1):
-            text = f"the ranks of a stage do not follow one another: {axis} lies outside {stage_axis}"
-            yield Diagnostic(text, f"set it to 1, or mesh.{stage_axis}", f"mesh.{axis}")
-    idle = [axis for axis in idle if axis in STRATEGY_AXES]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"

@@ -202,6 +202,17 @@ class Strategy(ABC):
         """
         return None
 
+    def on_sites(
+        self, job: Job, sites: "Sequence[Mapping[str, nn.Parameter]]"
+    ) -> Callable[[int], None] | None:
+        """Returns what this technique does after each step of ordinary loops, one for each site, with which
+        plans are compared: it is told the step, from 0, and changes the parameters of the `sites`, by name,
+        in place. None: it does not let sites train apart.
+
+        Called before the first step, when all sites have the initial values.
+        """
+        return None
+
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;
         0: it rounds nothing.

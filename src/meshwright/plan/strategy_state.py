@@ -28,7 +28,8 @@ STATE_PREFIX = "state/"  # of their names in a checkpoint
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One tensor, filled with `fill` before the first step; if it `is_random`, with normal numbers.
+    """One tensor, filled with `fill` before the first step; if it `is_random`, with normal numbers, and if it
+    `fills_from_param`, with the values of its parameter.
 
     With `param` it belongs to that parameter and has its shape; else `shape` is the shape on every rank.
     `layout` says where it is P or S(flat). What Python reads every step stays `on_host`. One that
@@ -45,6 +46,7 @@ class StateSpec:
     is_history: bool = False
     is_random: bool = False
     may_begin_anew: bool = False
+    fills_from_param: bool = False
 
     @property
     def key(self) -> str:

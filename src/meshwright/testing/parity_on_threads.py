@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 from meshwright.comm.collectives.group import World
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.one_device.lost_steps import record_lost
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import RankReport, compare_rank
-from meshwright.verifier.reference import ParityCase, record_lost, run_reference
+from meshwright.verifier.reference import run_reference
 
 
 def compare_on_threads(

@@ -16,7 +16,8 @@ repair in the user's code or config, which the verdict names (`CAUSE_NOTES`).
 
 import torch
 
-from meshwright.verifier.reference import ParityCase, TensorsByName, batch_gradients
+from meshwright.verifier.one_device.parity_case import ParityCase, TensorsByName
+from meshwright.verifier.reference import batch_gradients
 from meshwright.verifier.verdict_and_cause import Difference
 
 TOLERANCE = 1e-9  # relative to the largest gradient, in float64

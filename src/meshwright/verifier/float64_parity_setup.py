@@ -13,8 +13,8 @@ from meshwright.model.tensors.float64_mode import batch_in_float64, in_float64
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import parity_job, single_device_job
-from meshwright.verifier.reference import ParityCase
 from meshwright.verifier.static_checks import static_checks
 
 BatchReader = Callable[[Plan, int], Callable[[int], Batch | None]]

@@ -3,8 +3,8 @@ sum the tied gradients of all users of a weight.
 
     transfer          at its end each rank has       so its last message is
     all_reduce        the whole sum                  all_reduce, all_gather or broadcast
-    reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter; all_gather, of what
-                                                     it computes its slice from (factors)
+    reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter; all_gather, of
+                                                     factors of its slice
     all_gather        all slices                     all_gather or broadcast
 
 A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
@@ -13,18 +13,23 @@ A sum of tied gradients along pp that leaves out a user of a weight, or begins b
 gradients has ended, gives wrong numbers without an error; ranks that reach their sums in different orders
 wait for ever.
 
+Where sites train apart, each parameter is averaged once, at the end of a round, behind the step that changed
+it; and what runs in every step waits for nothing that runs at the end of a round alone.
+
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations, zip_longest
 from types import MappingProxyType
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.plan.hardware.streams import STREAMS
-from meshwright.plan.plan import Plan
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.tensor_placements import AVERAGES
 from meshwright.plan.step.program import Action, Role, Transfer, transitive_waits
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.tied_params import sums_grads
@@ -170,3 +175,43 @@ def _member_ranks(tied_sum: Action, plan: Plan) -> tuple[int, ...]:
 
 def _as_text(indices: Sequence[int]) -> str:
     return " and ".join(map(str, indices)) or "none"
+
+
+def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields parameters that stay apart, or are averaged at another time, and waits for what does not run."""
+    at_ends = {action.name for action in actions if action.period is not None}
+    for action in actions:
+        absent = at_ends.intersection(action.waits) if action.period is None else ()
+        for wait in sorted(absent):
+            yield f"{action.name} runs in every step and waits for {wait}, which runs at the end of a round"
+    periods = {action.period for action in actions if action.period is not None}
+    if len(periods) > 1:
+        yield f"actions have {len(periods)} different periods: the parameters of a round would never be equal"
+    for axis in plan.sharding.varying_axes:
+        yield from _check_averages(plan, actions, axis)
+
+
+def _check_averages(plan: RankPlan, actions: Sequence[Action], axis: str) -> Iterator[str]:
+    averages, steps = defaultdict[str, list[Action]](list), defaultdict[str, list[str]](list)
+    for action in actions:
+        transfer = action.transfer
+        if transfer is not None and axis in transfer.axes and transfer.collective == AVERAGES["V", "I"]:
+            for name in action.tensors:
+                averages[name].append(action)
+        if action.kind == "STEP":
+            for name in action.tensors:
+                steps[name].append(action.name)
+    checked: set[str] = set()
+    for param in plan.view.model_spec.trainable:
+        found = averages[param.name]
+        if len(found) != 1:
+            times = f"{len(found)} times" if found else "by nothing"
+            yield f"{param.name} stays apart along {axis}, or moves twice: it is averaged {times} in a round"
+            continue
+        (average,) = found
+        if average.period is None:
+            yield f"{average.name} averages {param.name} over {axis} in every step: it has no period"
+        elif average.name not in checked:
+            if not transitive_waits(actions, average).issuperset(steps[param.name]):
+                yield f"{average.name} averages {param.name} before STEP has changed it"
+            checked.add(average.name)

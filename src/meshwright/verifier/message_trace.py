@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -63,6 +64,7 @@ class RankTrace:
     steps: tuple[list[Message], ...]
     sent_nbytes: float
     counts: tuple[dict[str, int], ...]
+    numbers: tuple[int, ...]  # of the steps, from 0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def trace(
         mesh=str(plan.mesh),
         model=plan.model_spec.name,
         ranks=ranks,
-        num_steps=num_steps,
+        num_steps=len(traces[0].steps),
         passed=not diagnostics,
         num_messages=len(planned),
         sent_nbytes=max(rank_trace.sent_nbytes for rank_trace in traces),
@@ -189,7 +191,8 @@ def trace_rank(
                 stateless_rng=_keep_all_rng(plan),
             )
             stack.callback(executor.close)
-            for _ in range(num_steps):
+            numbers = traced_steps(plan, num_steps)
+            for executor.steps_done in numbers:
                 world.ledger.entries.clear()
                 world.ledger.counts.clear()
                 executor.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
@@ -203,7 +206,15 @@ def trace_rank(
             text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error
     sent_nbytes = sum(entry.sent_nbytes for entry in world.ledger.entries)
-    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts))
+    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts), numbers)
+
+
+def traced_steps(plan: Plan, num_steps: int) -> tuple[int, ...]:
+    """Returns the numbers of the steps that a trace runs: the first ones, and the next that ends a round."""
+    steps, period = tuple(range(num_steps)), plan.program.period
+    if period is None or any(map(period.ends_with, steps)):
+        return steps
+    return (*steps, next(step for step in count(num_steps) if period.ends_with(step)))
 
 
 def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]:
@@ -212,12 +223,12 @@ def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]
     Each only once.
     """
     reported: set[str] = set()
-    for number, (issued, counts) in enumerate(zip(rank_trace.steps, rank_trace.counts, strict=True), start=1):
-        planned = planned_messages(plan, counts=counts, step=number - 1)
+    for step, issued, counts in zip(rank_trace.numbers, rank_trace.steps, rank_trace.counts, strict=True):
+        planned = planned_messages(plan, counts=counts, step=step)
         for action, text in (*count_problems(plan, counts), *_differences(planned, issued)):
             if text not in reported:
                 reported.add(text)
-                yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {number}", TRACE_FIX, action)
+                yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {step + 1}", TRACE_FIX, action)
 
 
 def _differences(planned: Sequence[Message], issued: Sequence[Message]) -> Iterator[tuple[str, str]]:

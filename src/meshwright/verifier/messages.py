@@ -12,13 +12,18 @@ rows are those that the rank counted in that step and recorded in its ledger bef
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.comm.collectives.ledger import LedgerEntry
-from meshwright.plan.plan import RankPlan
+from meshwright.engine.runtime.microbatches import BatchShapes
+from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.program import Action, RuntimeSize, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
+from meshwright.verifier.one_device.parity_case import ParityCase
+
+if TYPE_CHECKING:
+    from meshwright.verifier.parity import RankReport
 
 
 class Message(NamedTuple):
@@ -43,8 +48,8 @@ def planned_messages(
     counts: Mapping[str, int] | None = None,
     step: int | None = None,
 ) -> list[Message]:
-    """Returns what each rank puts into collectives in `step`, in the order of the program; None: in any step
-    behind the first ones, which some techniques leave exact.
+    """Returns what each rank puts into collectives in `step`, in the order of the program; None: in a step
+    that ends a round, behind the first ones, which some techniques leave exact.
 
     `microbatch_plans` are by microbatch the plans that say what is sent for it, where its shapes differ from
     those of `plan`. `counts` are the rows that the rank counted in the step; None: as many as expected.
@@ -69,6 +74,7 @@ def planned_messages(
             message.algorithm,
         )
         for action in actions
+        if step is None or action.runs_in(step)
         for transfer in action.transfers
         for message in (transfer.messages if step is None else transfer.messages_in_step(step))
     ]
@@ -88,6 +94,56 @@ def issued_messages(entries: Iterable[LedgerEntry]) -> list[Message]:
         )
         for entry in entries
     ]
+
+
+class PlannedMessages:
+    """The messages of the ranks of `parity_case.plan`, for microbatches of any shapes."""
+
+    def __init__(self, parity_case: ParityCase) -> None:
+        self._parity_case = parity_case
+        columns = (*parity_case.plan.model_spec.inputs, *parity_case.plan.model_spec.targets)
+        self._column_names = {column.name for column in columns}
+        # by the shapes of one sample
+        self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
+        self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
+        self._first_coded_step = parity_case.plan.program.first_coded_step
+        self._period = parity_case.plan.program.period
+
+    def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
+        """Yields the messages of the rank of `report`, each with its step."""
+        actual, plans_by_shapes, known_messages = (
+            self._parity_case.plan.for_rank(report.rank),
+            dict[BatchShapes, RankPlan](),
+            dict[object, list[Message]](),
+        )
+        for step, counts in enumerate(report.counts[: report.num_steps]):
+            microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
+            for shapes in set(microbatches) - plans_by_shapes.keys():
+                plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
+            ends_round = self._period is not None and self._period.ends_with(step)
+            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step), ends_round
+            if key not in known_messages:
+                known_messages[key] = planned_messages(
+                    actual, [plans_by_shapes[shapes] for shapes in microbatches], counts, step
+                )
+            yield from ((step, message) for message in known_messages[key])
+
+    def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> RankPlan:
+        read_batch, lengths = (
+            shapes[0][1][0],
+            frozenset((name, shape[1:]) for name, shape in shapes if name in self._column_names),
+        )
+        if lengths not in self._plans:
+            batch = self._parity_case.batch_reader(self._parity_case.plan, rank)(step)
+            self._plans[lengths] = (
+                self._parity_case.plan if batch is None else self._parity_case.plan_for_batch(batch)
+            )
+        plan = self._plans[lengths]
+        if read_batch != plan.micro_batch:
+            if (lengths, read_batch) not in self._last_batch_plans:
+                self._last_batch_plans[lengths, read_batch] = plan.with_micro_batch(read_batch)
+            plan = self._last_batch_plans[lengths, read_batch]
+        return plan.for_rank(rank)
 
 
 def count_problems(plan: RankPlan, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

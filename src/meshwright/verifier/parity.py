@@ -12,7 +12,7 @@ Messages are compared with the program also where microbatches have other sizes 
 sent for such a microbatch is what the plan for such samples says; for that the model is analyzed on them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
@@ -34,8 +34,14 @@ from meshwright.plan.sharding.sequence_sharding import num_positions, with_paddi
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
-from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
-from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
+from meshwright.verifier.messages import (
+    Message,
+    PlannedMessages,
+    count_problems,
+    issued_messages,
+    planned_messages,
+)
+from meshwright.verifier.one_device.parity_case import ParityCase, Reference, ReferenceStep, TensorsByName
 from meshwright.verifier.verdict_and_cause import (
     COMPARED_QUANTITIES,
     QUANTITIES,
@@ -43,56 +49,8 @@ from meshwright.verifier.verdict_and_cause import (
     Verdict,
 )
 
-
-class PlannedMessages:
-    """The messages of the ranks of `parity_case.plan`, for microbatches of any shapes."""
-
-    def __init__(self, parity_case: ParityCase) -> None:
-        self._parity_case = parity_case
-        columns = (*parity_case.plan.model_spec.inputs, *parity_case.plan.model_spec.targets)
-        self._column_names = {column.name for column in columns}
-        # by the shapes of one sample
-        self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
-        self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
-        self._first_coded_step = parity_case.plan.program.first_coded_step
-
-    def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
-        """Yields the messages of the rank of `report`, each with its step."""
-        actual, plans_by_shapes, known_messages = (
-            self._parity_case.plan.for_rank(report.rank),
-            dict[BatchShapes, RankPlan](),
-            dict[object, list[Message]](),
-        )
-        for step, counts in enumerate(report.counts[: report.num_steps]):
-            microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
-            for shapes in set(microbatches) - plans_by_shapes.keys():
-                plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
-            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step)
-            if key not in known_messages:
-                known_messages[key] = planned_messages(
-                    actual, [plans_by_shapes[shapes] for shapes in microbatches], counts, step
-                )
-            yield from ((step, message) for message in known_messages[key])
-
-    def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> RankPlan:
-        read_batch, lengths = (
-            shapes[0][1][0],
-            frozenset((name, shape[1:]) for name, shape in shapes if name in self._column_names),
-        )
-        if lengths not in self._plans:
-            batch = self._parity_case.batch_reader(self._parity_case.plan, rank)(step)
-            self._plans[lengths] = (
-                self._parity_case.plan if batch is None else self._parity_case.plan_for_batch(batch)
-            )
-        plan = self._plans[lengths]
-        if read_batch != plan.micro_batch:
-            if (lengths, read_batch) not in self._last_batch_plans:
-                self._last_batch_plans[lengths, read_batch] = plan.with_micro_batch(read_batch)
-            plan = self._last_batch_plans[lengths, read_batch]
-        return plan.for_rank(rank)
-
-
 TOLERANCE = 1e-10
+MIN_ROUNDS = 2  # of sites that train apart: the second begins where the first has ended
 
 
 @dataclass
@@ -128,7 +86,7 @@ def single_device_job(job: Job) -> Job:
 
 def compare_rank(parity_case: ParityCase, world: World, reference: Reference) -> RankReport:
     """Trains one rank of `parity_case.plan` and compares it with `reference`, step by step."""
-    report = RankReport(world.rank)
+    report, reference = RankReport(world.rank), reference.of_site(parity_case.plan.site_of(world.rank))
     comparison = _RankComparison(parity_case, reference, report)
     subject = parity_case.make_trained_module()
     comparison.values("initial value", 0, subject.parameters, reference.initial_values)
@@ -184,7 +142,7 @@ def make_verdict(
         d
         for report in reports
         for d in (
-            _replica_drift(report, reports[0]),
+            _replica_drift(report, _replica_of(report, reports, plan)),
             _uncounted_rows(report, plan),
             _unplanned_message(report, expected_messages),
         )
@@ -210,7 +168,9 @@ def make_verdict(
         num_other_differences=max(0, len(found) - 1),
         not_compared=missing,
         versions=dict(versions),
-        reference="a replay of its weight versions in one process"
+        reference=f"{plan.num_sites} devices, one for each site"
+        if plan.num_sites > 1
+        else "a replay of its weight versions in one process"
         if stepped_microbatches(plan.for_rank(0).actions) or plan.sharding.tiers.delay
         else "one device",
     )
@@ -220,6 +180,14 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
     reporting_ranks = {report.rank for report in reports}
     for rank in sorted(set(range(plan.mesh.world_size)) - reporting_ranks):
         yield f"rank {rank} did not report"
+    num_steps = min((report.num_steps for report in reports), default=0)
+    if plan.program.period is not None:
+        ends = [step for step in range(num_steps) if plan.program.period.ends_with(step)]
+        if len(ends) < MIN_ROUNDS:
+            yield (
+                f"{num_steps} steps end {len(ends)} rounds, and {MIN_ROUNDS} are needed: compare more steps, "
+                f"at least {MIN_ROUNDS * plan.program.period.num_steps}"
+            )
     for report in reports:
         if not report.num_steps:
             yield f"rank {report.rank} compared no step"
@@ -233,6 +201,17 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
                 quantity != "gradient" or plan.is_primary_rank(report.rank)
             ):
                 yield f"rank {report.rank} compared no {quantity}"
+
+
+def _replica_of(report: RankReport, reports: Sequence[RankReport], plan: Plan) -> RankReport:
+    """Returns the first report that must have the same parameters: of any rank, or, in the middle of a round,
+    of a rank of the same site.
+    """
+    period, last = plan.program.period, report.num_steps - 1
+    if period is None or period.ends_with(last):
+        return reports[0]
+    site = plan.site_of(report.rank)
+    return next(each for each in reports if plan.site_of(each.rank) == site)
 
 
 def _replica_drift(report: RankReport, other: RankReport) -> Difference | None:
@@ -282,7 +261,7 @@ class _RankComparison:
         self._record_error("samples", 0.0)
         expected = self._parity_case.plan.samples_read(self._report.rank)
         for key, full in truth.batch.items():
-            read_batch = full[[index for index in expected if index < len(full)]]
+            read_batch = full[truth.rows_of(expected)]
             actual = read_batch[:0] if batch is None else batch[key]
             if actual.shape != read_batch.shape or not torch.equal(actual, read_batch):
                 self._add_difference("samples", key, "", None)
@@ -299,7 +278,7 @@ class _RankComparison:
     def choices(self, recorder: ChoiceRecorder, truth: ReferenceStep) -> None:
         """Compares the experts that each token of the rank has chosen, and forgets what was recorded."""
         plan, rank = self._parity_case.plan, self._report.rank
-        read = [index for index in plan.samples_read(rank) if index < len(next(iter(truth.batch.values())))]
+        read = truth.rows_of(plan.samples_read(rank))
         for (layer, microbatch), found in recorder.found.items():
             first = int(str(microbatch)) * plan.micro_batch
             samples, expected = read[first : first + plan.micro_batch], truth.choices.get(layer)

@@ -4,8 +4,8 @@ The checks read the action list of every role and report, all at once: names tha
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
 out, memory that is not freed, messages that cannot carry their transfer or are received in another
-order, the sums of tied gradients on pipeline ranks (message_checks.py), and deadlocks
-(nccl_deadlocks.py).
+order, the sums of tied gradients on pipeline ranks, parameters of sites that are not averaged
+(message_checks.py), and deadlocks (nccl_deadlocks.py).
 """
 
 from collections import defaultdict
@@ -32,6 +32,7 @@ from meshwright.plan.step.weight_stashing import version_conflicts
 from meshwright.verifier.message_checks import (
     check_message_order,
     check_messages,
+    check_rounds,
     check_streams,
     check_tied_params,
 )
@@ -62,6 +63,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),
+            check_rounds(rank_plan, role.actions),
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
@@ -385,7 +387,7 @@ def _check_batch_sums(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str
         if f"{BATCH_SUM}()" not in transitive_waits(actions, loss):
             yield f"{loss.name} reads sums over the global batch, and does not wait for {BATCH_SUM}"
     for action in (action for action in actions if action.kind == BATCH_SUM):
-        for axis in plan.sharding.data_axes:
+        for axis in plan.sharding.site_data_axes:
             if plan.mesh.size(axis) > 1 and not _has_transfer(action, "all_reduce", axis):
                 yield f"{action.name} is not summed over {axis}: it would be of a part of the global batch"
 

@@ -5,8 +5,9 @@ from meshwright.comm.collectives.group import World
 from meshwright.parallel.compression.activation_compression import ActivationCompression
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.messages import issued_messages, planned_messages
+from meshwright.verifier.one_device.lost_steps import record_lost
 from meshwright.verifier.parity import RankReport, compare_rank
-from meshwright.verifier.reference import record_lost, run_reference
+from meshwright.verifier.reference import run_reference
 from tests.tiny_model import analyzed_model, case_of, tiny_job
 
 MESH, STEPS = mw.Mesh(pp=2), 2

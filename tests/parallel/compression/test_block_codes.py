@@ -1,9 +1,11 @@
 """Codes of chunks and blocks: their bytes, and their padding."""
 
+import pytest
 import torch
 
 from meshwright.parallel.compression.block_codes import CHUNK, in_blocks
 from meshwright.parallel.compression.int4 import Int4Compression
+from meshwright.parallel.compression.int8 import Int8Compression
 from tests.parallel.compression.coded_plans import decoded
 
 
@@ -24,11 +26,11 @@ def test_blocks_are_padded_with_zeros():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_flat_codes_say_what_sums_say_and_leave_the_values(dtype: torch.dtype):
     codec, values = Int8Compression(), torch.randn(CHUNK + 300).to(dtype)
-    before, codes = values.clone(), torch.empty(codec.flat_nbytes(len(values)), dtype=torch.uint8)
+    before, codes = values.clone(), torch.empty(codec.slice_nbytes(len(values)), dtype=torch.uint8)
     codec.encode_flat(values, codes)
     assert torch.equal(values, before)
     assert codes.numel() == codec.code_nbytes(CHUNK) + codec.code_nbytes(300)
     found = torch.empty_like(values)
-    codec.decode_flat(codes, found)
+    codec.decode_sum(codes, found)
     wide = values.to(torch.promote_types(dtype, torch.float32))
     assert torch.equal(found, decoded(codec, wide, 0).to(dtype))

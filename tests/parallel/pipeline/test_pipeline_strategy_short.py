@@ -24,8 +24,9 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.reference import ParityCase, run_reference
+from meshwright.verifier.reference import run_reference
 from tests.parallel.pipeline.test_pipeline_strategy import NUM_SAMPLES, llama, planned
 from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import analyzed_model, tiny_job, token_samples

@@ -11,7 +11,8 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import (
     AXES,
     MESH_AXES,
-    STRATEGY_AXES,
+    ROUND_AXES,
+    SITE_AXES,
     Mesh,
     axes_with,
     in_mesh_order,
@@ -163,17 +164,17 @@ def test_the_table_says_what_ranks_along_an_axis_have_other_parts_of():
     assert axes_with("experts") == ("ep",)
     assert axes_with("tokens") == ("cp",)
     assert axes_with("features") == ("tp_depth", "tp")
-    later = {axis.name: (axis.batch_part, axis.param_part) for axis in MESH_AXES if axis.awaits}
-    assert later == {"outer": ("samples", None)}
-    assert set(AXES) - set(STRATEGY_AXES) == set(later)
+    apart = {axis.name: (axis.batch_part, axis.param_part) for axis in MESH_AXES if axis.meets_in_rounds}
+    assert apart == {"outer": ("samples", None)}
+    assert set(AXES) - set(SITE_AXES) == set(apart) == set(ROUND_AXES)
 
 
-def test_axes_of_one_rank_that_no_strategy_uses_show_nowhere():
+def test_axes_that_not_every_plan_has_show_nowhere_where_they_have_one_rank():
     plain, mesh = Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, ep=1, outer=1)
     assert mesh == plain
     assert str(mesh) == "dp_shard 2 x tp 2"
     assert mesh.as_dict() == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert FakeWorld(mesh, 0).group(AXES).axes == STRATEGY_AXES
+    assert FakeWorld(mesh, 0).group(AXES).axes == SITE_AXES
     assert Mesh(outer=2, ep=3).as_dict() == {
         **{"outer": 2, "pp": 1, "dp_replicate": 1, "dp_shard": 1, "ep": 3, "cp": 1, "tp": 1}
     }

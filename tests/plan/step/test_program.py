@@ -3,6 +3,8 @@
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import (
     Action,
+    Period,
+    SiteRanks,
     Transfer,
     drop_single_rank_transfers,
     index_of_last,
@@ -55,3 +57,30 @@ def test_transfers_within_an_action_along_an_axis_of_one_rank_are_dropped():
         program_of({"a": [count, Action("F", "a", 0, inner_transfers=moves)]}), Mesh(cp=2)
     )
     assert program.actions("a") == (count, Action("F", "a", 0, inner_transfers=moves[1:2]))
+
+
+def test_a_round_ends_with_its_last_step_with_each_warm_up_step_and_with_the_run():
+    assert [step for step in range(12) if Period(4).ends_with(step)] == [3, 7, 11]
+    assert [step for step in range(12) if Period(4, 2).ends_with(step)] == [0, 1, 5, 9]
+    assert [step for step in range(12) if Period(5, 1, 9).ends_with(step)] == [0, 5, 8, 10]
+    assert all(map(Period(1).ends_with, range(5)))
+
+
+def test_what_has_a_period_runs_at_the_end_of_a_round_alone():
+    ends = Action("AVERAGE", period=Period(3))
+    program = program_of({"a": (*ACTIONS, ends)})
+    assert program.period == Period(3)
+    assert program.between_rounds() == program_of({"a": ACTIONS})
+    assert program.between_rounds().period is None
+    assert [ends.runs_in(step) for step in range(3)] == [False, False, True]
+    assert ACTIONS[0].runs_in(1)
+
+
+def test_a_role_has_its_ranks_in_every_site():
+    ranks = SiteRanks(range(2, 4), 3, 4)
+    assert list(ranks) == [2, 3, 6, 7, 10, 11]
+    assert ranks[0] == 2
+    assert ranks[-1] == 11
+    assert ranks[1:3] == [3, 6]
+    assert [rank for rank in range(-4, 16) if rank in ranks] == list(ranks)
+    assert "2" not in ranks

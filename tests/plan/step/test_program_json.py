@@ -13,7 +13,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Action, Program, Role, RuntimeSize, Transfer
+from meshwright.plan.step.program import Action, Period, Program, Role, RuntimeSize, SiteRanks, Transfer
 from meshwright.plan.step.program_json import program_from_dict, program_to_dict
 from tests.paper_model import SyntheticModel
 
@@ -50,4 +50,10 @@ def test_every_field_of_a_transfer_is_read_back(
     nbytes = 8 if size is None else size.expected
     transfer = Transfer("send", ("pp",), nbytes, peer=peer, runtime_size=size, carried_from=carried_from)
     made = Program((Role("pp1", range(1), (Action("SEND", stream="send", transfer=transfer),)),))
+    assert program_from_dict(json.loads(json.dumps(program_to_dict(made)))) == made
+
+
+def test_rounds_and_the_ranks_of_several_sites_are_read_back():
+    average = Action("AVERAGE", "0", stream="comm", period=Period(8, 2, 100))
+    made = Program((Role("pp1", SiteRanks(range(2, 4), 3, 4), (Action("STEP"), average)),))
     assert program_from_dict(json.loads(json.dumps(program_to_dict(made)))) == made

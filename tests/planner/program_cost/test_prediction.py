@@ -4,12 +4,14 @@ attributed.
 
 import pytest
 
+import meshwright as mw
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost
 from meshwright.planner.program_cost.core_contention import SharedCores
 from meshwright.planner.program_cost.prediction import (
     StepBreakdown,
+    StepPrediction,
     predict_step,
     step_breakdown,
     with_collective_waits,
@@ -17,6 +19,7 @@ from meshwright.planner.program_cost.prediction import (
 from tests.paper_model import program_of
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
+from tests.tiny_model import analyzed_model, tiny_job
 
 MOVE = Transfer("send", ("pp",), 8, peer=1)
 
@@ -142,3 +145,20 @@ def test_a_pipeline_whose_ranks_alternate_needs_one_core():
     assert step_breakdown(program, seconds, SharedCores(1, {"pp0": 1, "pp1": 1}))[0] == pytest.approx(
         step_breakdown(program, seconds)[0]
     )
+
+
+def test_a_step_of_rounds_is_the_mean_of_its_two_kinds():
+    analyzed, on = analyzed_model(), ground(flops=1e9, links=1e6)
+
+    def found(mesh: Mesh, *strategies: mw.Strategy) -> StepPrediction:
+        return predict_step(mw.make_plan(analyzed, tiny_job(), mesh, strategies), on)
+
+    rounds = found(Mesh(outer=2), mw.LocalSGD(sync_every=4))
+    assert rounds.round_end_s is not None
+    between_s = (4 * rounds.step_s - rounds.round_end_s) / 3
+    assert 0 < between_s < rounds.step_s < rounds.round_end_s
+    assert all(each.seconds == pytest.approx(rounds.step_s) for each in rounds.roles.values())
+    every_step = found(Mesh(outer=2), mw.LocalSGD(sync_every=1))
+    assert every_step.step_s == pytest.approx(rounds.round_end_s)
+    assert "round_end_s" in rounds.as_dict()
+    assert "round_end_s" not in found(Mesh(dp_replicate=2), mw.BatchSplit(), mw.DDP()).as_dict()

@@ -20,7 +20,7 @@ from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
-from meshwright.plan.sharding.mesh import AXES, STRATEGY_AXES, Mesh, in_mesh_order
+from meshwright.plan.sharding.mesh import AXES, SITE_AXES, Mesh, in_mesh_order
 
 # which ranks send: the one rank alone, or all but it
 ONE_SENDER, ONE_RECEIVER = (
@@ -192,16 +192,16 @@ def _rows_refusal(
 @lru_cache(maxsize=256)
 def ordered_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Returns `axes` in the order of `mesh`, each once, so that equal sets of axes are one group; without
-    axes of one rank that no strategy uses.
+    an axis of sites if there is one site.
 
     Raises PlanError for an axis that no mesh has.
     """
     wanted = set(axes)
     raise_diagnostics(
-        Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, STRATEGY_AXES), "group")
+        Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), "group")
         for axis in sorted(wanted - set(AXES))
     )
-    return in_mesh_order({axis for axis in wanted if axis in STRATEGY_AXES or mesh.size(axis) > 1})
+    return in_mesh_order({axis for axis in wanted if axis in SITE_AXES or mesh.size(axis) > 1})
 
 
 def member_ranks(ranks: tuple[int, ...], member_indices: Sequence[int], own_rank: int) -> tuple[int, ...]:

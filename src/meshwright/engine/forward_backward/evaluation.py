@@ -83,7 +83,8 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
                     else (0.0, 0.0)
                 )
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
-    group = state.world.group((*plan.sharding.grad_sum_axes, *plan.sharding.stage_axes))
+    sharding = plan.sharding
+    group = state.world.group((*sharding.varying_axes, *sharding.grad_sum_axes, *sharding.stage_axes))
     group.all_reduce(sums, action=EVALUATION_ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:

@@ -201,11 +201,12 @@ class MasterWeights:
             yield UpdateGroup(
                 tuple(stepped[name] for name in names),
                 gradients,
-                lambda names=names: self._round_masters(names),
+                lambda names=names: self.round_masters(names),
             )
 
     @torch.no_grad()
-    def _round_masters(self, names: list[str]) -> None:
+    def round_masters(self, names: Iterable[str]) -> None:
+        """Updates those of the weights `names` that have masters from these."""
         rounded = [name for name in names if name in self._masters]
         if rounded:  # `data`: graphs that have met an older version see no write
             weights = [self._host_weights.get(name, self._weights[name].data) for name in rounded]

@@ -73,8 +73,20 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
+class RoundMetrics:
+    """What all sites have done in a round: the loss over all that counts, tokens and samples."""
+
+    loss: float
+    tokens: int
+    samples: int
+
+
+@dataclass(frozen=True)
 class Metrics:
     """The result of a step, the same on every rank. `tokens` and `samples` are global counts.
+
+    Where sites train apart, the result is that of a site, and the same on its ranks; a step that ends a round
+    returns the `round` of all sites too, and only such a step returns wishes to stop.
 
     On a GPU, reading `loss`, `grad_norm` or `expert_loads` waits until the device has ended the step. A loop
     that reads those of the step before, or of every tenth step, keeps the device busy; all other values are
@@ -97,6 +109,7 @@ class Metrics:
     noise_scale: float | None = None
     overflow: bool = False
     loss_scale: float | None = None
+    round: RoundMetrics | None = None
 
     @property
     def loss(self) -> float:
@@ -200,6 +213,8 @@ class StepState:
     spike: LossSpike | None = None
     overflow: bool = False
     updates: bool = False  # whether the STEPs of the current update step
+    # loss, loss weight, samples, tokens and wishes to stop of the round that ends with the step, all sites'
+    round_totals: torch.Tensor | None = None
 
     @classmethod
     def on_device(cls, device: torch.device, num_load_counts: int = 0) -> "StepState":

@@ -4,6 +4,7 @@ executor                runs the action list; what strategies may call
 action_handlers         handlers by action kind
 observed_sums           what sums of codes have left out, and whether they are as defined
 observed_activations    what codes of activations have lost on all ranks
+site_states             what sites that train apart save in one checkpoint, and read back
 strategy_tensors        what techniques keep from step to step: made, saved, loaded, resharded
 expert_load_counter     counts the tokens that choose each expert
 gradient_noise          gradient noise scale

@@ -17,7 +17,7 @@ from meshwright.engine.runtime.microbatches import (
     single_microbatch,
     split_microbatches,
 )
-from meshwright.engine.runtime.rank_state import Metrics, RankState, StepNumbers, StepValues
+from meshwright.engine.runtime.rank_state import Metrics, RankState, RoundMetrics, StepNumbers, StepValues
 from meshwright.engine.step.spike_diagnosis import diagnose_spike
 from meshwright.model.blocks.block_forward_backward import backward, backward_from
 from meshwright.plan.sharding.expert_load import expert_loads
@@ -221,6 +221,9 @@ class ActionHandlers:
         """Returns the metrics of the step, from sums that all ranks share."""
         step, loss_scale = self._state.step, self._state.update.loss_scale
         count, stop, num_samples, tokens = self._state.token_counter.totals()
+        ended_round = None
+        if self._state.plan.sharding.varying_axes:  # another site would wait for one that has stopped
+            ended_round, stop = self._ended_round()
         return Metrics(
             step.number + 1,
             self._numbers(count),
@@ -233,7 +236,16 @@ class ActionHandlers:
             noise_scale=step.noise_scale,
             overflow=step.overflow,
             loss_scale=None if loss_scale is None else loss_scale.value,
+            round=ended_round,
         )
+
+    def _ended_round(self) -> tuple[RoundMetrics | None, float]:
+        """Returns the round that has ended with the step, if one has, and how many ranks wished to stop."""
+        totals = self._state.step.round_totals
+        if totals is None:
+            return None, 0.0
+        loss_sum, weight, samples, tokens, stop = totals.tolist()
+        return RoundMetrics(loss_sum / (weight or 1.0), int(tokens), int(samples)), stop
 
     def _numbers(self, count: float) -> StepNumbers:
         """Returns the loss, the norm of the full gradient, and the expert load.

@@ -73,6 +73,7 @@ from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.expert_load_counter import count_expert_load
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
+from meshwright.engine.step.site_states import site_state_dict, state_of_site
 from meshwright.engine.step.strategy_tensors import StrategyTensors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
@@ -163,6 +164,8 @@ class StepExecutor:
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
+        self._period = plan.program.period
+        self._entries_between_rounds = [entry for entry in self._entries if entry[0].period is None]
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
 
@@ -201,9 +204,10 @@ class StepExecutor:
         # steps of the last step may run on, at its rates, until this one needs what they have stepped
         is_delayed = state.offloaded.delayed_steps.is_active
         lr = 0.0 if is_delayed else self.lr_schedule.begin_step(self.steps_done)
+        entries = self._entries if self._ends_round(self.steps_done) else self._entries_between_rounds
         self._cursor, self._current_entries = (
             0,
-            self._entries if profiler is None else wrap_with_profiler(self._entries, state.works, profiler),
+            entries if profiler is None else wrap_with_profiler(entries, state.works, profiler),
         )
         for start_position in self._forward_starts:
             self._execute_until(start_position)
@@ -221,7 +225,7 @@ class StepExecutor:
             self._execute_until(self._first_clip)
             state.offloaded.delayed_steps.wait_for_all()
             lr = self.lr_schedule.begin_step(self.steps_done)
-        self._execute_until(len(self._entries))
+        self._execute_until(len(self._current_entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
         state.end_step()
@@ -267,7 +271,19 @@ class StepExecutor:
             | device_weights_state_dict(self.state)
             | self.lr_schedule.state_dict()
         )
-        return filter_stage_state(local_state, self.state.trained_module)
+        return site_state_dict(
+            self.state.plan,
+            filter_stage_state(local_state, self.state.trained_module),
+            in_round=self._is_in_round,
+        )
+
+    @property
+    def _is_in_round(self) -> bool:
+        """Whether the parameters of the sites may differ."""
+        return self.steps_done > 0 and not self._ends_round(self.steps_done - 1)
+
+    def _ends_round(self, step: int) -> bool:
+        return self._period is None or self._period.ends_with(step)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Loads `state_dict`, full tensors by full name, as of `steps_done` global steps.
@@ -275,6 +291,7 @@ class StepExecutor:
         No element is read twice, and none that this rank does not hold.
         """
         self.state.offloaded.delayed_steps.wait_for_all()
+        state_dict = state_of_site(self.state.plan, state_dict)
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
         self.state.strategy_tensors.load_state_dict(state_dict)

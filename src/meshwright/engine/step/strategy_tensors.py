@@ -72,11 +72,19 @@ class StrategyTensors:
 
     def _fill(self, name: str, tensor: torch.Tensor) -> None:
         """Gives `tensor` its first value; random numbers are the same on every rank."""
-        spec = self._specs[name]
+        spec, flat_params = self._specs[name], self._state.flat_params
         if spec.is_random:
             fill_normal_(tensor, derive_key(self._state.plan.job.train.seed, "state", name))
         else:
             tensor.fill_(spec.fill)
+        if not spec.fills_from_param:
+            return
+        shard = flat_params.param_shard(spec.param)
+        if shard is not None:
+            tensor.copy_(flat_params.shard_values(shard).view(tensor.shape))
+        elif not flat_params.is_flattened(spec.param):
+            parameter = self._state.trained_module.parameters[spec.param]
+            tensor.copy_(flat_params.master_weights.exact_value(spec.param, parameter))
 
     def _saved(self, spec: StateSpec, tensor: torch.Tensor) -> SavedTensor:
         axes, shape, begin, spans = spec.layout.axes_with("P"), spec.shape, 0, ()

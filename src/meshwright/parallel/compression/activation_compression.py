@@ -111,7 +111,7 @@ class ActivationCompression(Strategy):
             text = f"no value between stages has {self.min_numel} elements; the largest has {largest}"
             yield Diagnostic(text, f"set min_numel to {largest} or less", f"{LOCATION}.min_numel")
         width = FLOAT_NBYTES[job.precision.compute]
-        if self._codec.flat_nbytes(largest) >= width * largest:
+        if self._codec.slice_nbytes(largest) >= width * largest:
             text = f"values travel in {job.precision.compute}, and codes of {self.codec} are as large"
             yield Diagnostic(text, 'set codec to "int8" or "float8"', f"{LOCATION}.codec")
 
@@ -159,7 +159,7 @@ class ActivationCompression(Strategy):
         """Returns `transfer`, a message between two ranks, carried by codes; None if it stays as it is."""
         width = FLOAT_NBYTES.get(transfer.dtype, 0)
         numel = transfer.nbytes // width if width else 0
-        nbytes = self._codec.flat_nbytes(numel)
+        nbytes = self._codec.slice_nbytes(numel)
         if not numel or numel < self.min_numel or nbytes >= transfer.nbytes:
             return None
         codes = replace(transfer, nbytes=nbytes, dtype="uint8")
@@ -174,7 +174,7 @@ class FlatCodec(ActivationCodec):
     name: str
 
     def empty_codes(self, values: torch.Tensor) -> torch.Tensor:
-        nbytes = self.codec.flat_nbytes(values.numel())
+        nbytes = self.codec.slice_nbytes(values.numel())
         return torch.empty(nbytes, dtype=torch.uint8, device=values.device)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class FlatCodec(ActivationCodec):
         return codes
 
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        self.codec.decode_flat(codes, values.view(-1))
+        self.codec.decode_sum(codes, values.view(-1))
 
     def largest_error(self, values: torch.Tensor) -> float:
         largest = values.abs().max().item() if values.numel() else 0.0

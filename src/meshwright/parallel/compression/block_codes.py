@@ -79,20 +79,11 @@ class BlockCodec(SlicedCodec):
         for at, nbytes, chunk in self._chunks(output):
             self.decode_into(codes[at : at + nbytes], chunk, add=False)
 
-    def flat_nbytes(self, numel: int) -> int:
-        """Returns the bytes of the codes of `numel` elements, in chunks."""
-        return self.slice_nbytes(numel)
-
     def encode_flat(self, values: torch.Tensor, codes: torch.Tensor) -> None:
         """Writes the codes of flat `values`, of any float dtype, which stay as they are."""
         wide = torch.promote_types(values.dtype, torch.float32)
         for at, nbytes, chunk in self._chunks(values):
             self.encode_in_place(chunk.to(wide, copy=True), codes[at : at + nbytes], None)
-
-    def decode_flat(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what the codes of flat `values` say into them."""
-        for at, nbytes, chunk in self._chunks(values):
-            self.decode_into(codes[at : at + nbytes], chunk, add=False)
 
     def encode_in_place(self, values: torch.Tensor, codes: torch.Tensor, draws: torch.Tensor | None) -> None:
         """Writes the codes of a chunk into `codes`, and leaves in `values` what they lose."""

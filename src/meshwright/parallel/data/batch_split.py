@@ -55,7 +55,9 @@ from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = axes_with("samples")
 SAMPLE_AXIS = one_of(
-    *DATA_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}; or ep, for the strategy expert_parallel"
+    *DATA_AXES,
+    fix=f"choose one of: {', '.join(REPLICA_AXES)}; or ep, for the strategy expert_parallel; "
+    "local_sgd and diloco split outer by themselves",
 )
 GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}")
 

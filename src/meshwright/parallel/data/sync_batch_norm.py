@@ -65,13 +65,13 @@ class SyncBatchNorm(Strategy):
         return replace(sharding, syncs_batch_norm=True)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if view.plan.mesh.group_size(view.plan.data_axes) == 1:
+        if view.plan.mesh.group_size(view.plan.site_data_axes) == 1:
             return program
         return program.edit(lambda actions: [_with_transfers(action, view, job) for action in actions])
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         view = runtime.state.plan.view
-        if view.plan.mesh.group_size(view.plan.data_axes) > 1:
+        if view.plan.mesh.group_size(view.plan.site_data_axes) > 1:
             for block in {block_of(call.block_call) for call in view.model_spec.batch_norm_calls}:
                 runtime.state.patches.wrap_forward(block, partial(_run_block, runtime))
         return {}
@@ -102,7 +102,7 @@ def _with_transfers(action: Action, view: RankView, job: Job) -> Action:
 def _transfer(collective: str, numel: int, position: int, sharding: ShardingPlan, job: Job) -> Transfer:
     dtype = "float64" if job.precision.compute == "float64" else "float32"
     return Transfer(
-        collective, sharding.data_axes, numel * FLOAT_NBYTES[dtype], dtype=dtype, position=position
+        collective, sharding.site_data_axes, numel * FLOAT_NBYTES[dtype], dtype=dtype, position=position
     )
 
 
@@ -165,7 +165,7 @@ class _BatchNormMode(TorchFunctionMode):
                 cudnn_enabled,
             )
         state = self._runtime.state
-        group = state.world.group(state.plan.sharding.data_axes)
+        group = state.world.group(state.plan.sharding.site_data_axes)
         is_empty = bool(state.step.microbatches) and state.step.num_samples == 0  # it runs on a stand-in
         output, mean, variance = _SyncBatchNorm.apply(
             input, weight, bias, eps, group, lambda: state.current_action, is_empty

@@ -4,7 +4,7 @@ Axes in order, outermost first, so that neighbours along the last axis are neigh
 host):
 
     axis          batch      parameters
-    outer         samples    copies, which differ between rounds
+    outer         samples    copies, which differ between two rounds: one site each
     pp                       layers: pipeline stages
     dp_replicate  samples    copies
     dp_shard      samples    copies that share their storage
@@ -15,8 +15,8 @@ host):
 
     Mesh(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
 
-`MESH_AXES` says the same as data: code that means a property of an axis asks it. No strategy uses `outer`
-yet, so a plan has it with size 1.
+`MESH_AXES` says the same as data: code that means a property of an axis asks it. A *site* is all ranks at
+one index along `outer`: between two rounds nothing crosses that axis.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -37,15 +37,16 @@ class MeshAxis:
 
     `batch_part`: other samples, or other tokens of the same samples; None: all have the same. `param_part`:
     other layers, features or experts; None: all have copies. `rank_names` are the words for one rank and for
-    several. `awaits` is the technique that will use the axis, if no strategy does yet. Plans and manifests
-    state the size of an axis that is not `in_every_plan` only if it is above 1.
+    several. Along an axis that `meets_in_rounds` no gradient, count or loss is summed: parameters are, at the
+    end of a round. Plans and manifests state the size of an axis that is not `in_every_plan` only if it is
+    above 1.
     """
 
     name: str
     batch_part: BatchPart | None
     param_part: ParamPart | None
     rank_names: tuple[str, str]
-    awaits: str = ""
+    meets_in_rounds: bool = False
     in_every_plan: bool = True
 
 
@@ -54,8 +55,8 @@ MESH_AXES = (
         "outer",
         "samples",
         None,
-        ("replica between rounds", "replicas between rounds"),
-        awaits="local SGD, in which nothing crosses it between two rounds,",
+        ("site", "sites"),
+        meets_in_rounds=True,
         in_every_plan=False,
     ),
     MeshAxis("pp", None, "layers", ("pipeline stage", "pipeline stages")),
@@ -79,7 +80,8 @@ MESH_AXES = (
     MeshAxis("tp", None, "features", ("tensor-parallel rank", "tensor-parallel ranks")),
 )
 AXES = tuple(axis.name for axis in MESH_AXES)
-STRATEGY_AXES = tuple(axis.name for axis in MESH_AXES if not axis.awaits)  # those that strategies use
+ROUND_AXES = tuple(axis.name for axis in MESH_AXES if axis.meets_in_rounds)
+SITE_AXES = tuple(axis.name for axis in MESH_AXES if not axis.meets_in_rounds)  # those of one site
 DATA_PARALLEL_NAMES = ("dp", "ddp", "fsdp", "hsdp", "data")  # words for an axis that users bring along
 SIZE = at_least(
     1, "write a positive number; Mesh.infer resolves -1 (infer one axis), given the number of ranks"
@@ -94,7 +96,8 @@ class Mesh:
     `pp` counts pipeline ranks. `dp_replicate` counts full copies of the parameters. `dp_shard` counts ranks
     that have other samples and share one copy. `ep` counts the ranks that have other samples and other
     experts. `cp` counts the ranks that share the tokens of a sample. `tp` counts the ranks that share each
-    matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` is 1: no strategy uses it yet.
+    matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` counts the
+    sites, which meet only in rounds.
     """
 
     outer: int = field(default=1, metadata=SIZE)
@@ -242,11 +245,11 @@ class Mesh:
 
 
 def axes_with(part: BatchPart | ParamPart) -> tuple[str, ...]:
-    """Returns the axes that strategies use to give each rank another `part`, outermost first."""
+    """Returns the axes along which the ranks of a site have another `part` each, outermost first."""
     return tuple(
         axis.name
         for axis in MESH_AXES
-        if part in (axis.batch_part, axis.param_part) and axis.name in STRATEGY_AXES
+        if part in (axis.batch_part, axis.param_part) and not axis.meets_in_rounds
     )
 
 
@@ -262,8 +265,8 @@ def in_mesh_order(axes: Collection[str]) -> tuple[str, ...]:
 
 def unknown_axis_diagnostic(axis: str, location: str) -> Diagnostic:
     """Returns the diagnostic of `axis`, which no mesh has; the repair lists the axes."""
-    known = f"the axes are {', '.join(STRATEGY_AXES)}"
-    fix = f"{suggest_name(axis, STRATEGY_AXES)} ({known})"
+    known = f"the axes are {', '.join(AXES)}"
+    fix = f"{suggest_name(axis, AXES)} ({known})"
     if axis in DATA_PARALLEL_NAMES:
         fix = "data parallelism is dp_replicate (DDP: full copies) or dp_shard (ZeRO, FSDP: shards)"
         fix += f"; {known}"

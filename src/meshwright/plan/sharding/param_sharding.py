@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.sharding.flat_param import ShardAlignment
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
-from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, Placement, R, S, redistribution_name
+from meshwright.plan.sharding.tensor_placements import (
+    FLAT,
+    Layout,
+    P,
+    Placement,
+    R,
+    S,
+    V,
+    redistribution_name,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,12 @@ class ParamSharding:
             layout=self.layout.with_placement(axis, R),
             grad_layout=self.grad_layout.with_placement(axis, P),
         )
+
+    def varying(self, axis: str) -> "ParamSharding":
+        """Returns this sharding where each rank along `axis` has values of its own: V, its gradient too."""
+        layouts = (self.layout, self.grad_layout, self.storage_layout)
+        layout, grad, stored = (each.with_placement(axis, V) for each in layouts)
+        return replace(self, layout=layout, grad_layout=grad, storage_layout=stored)
 
     def sliced(self, axis: str, dim: int) -> "ParamSharding":
         """Returns this sharding where each rank along `axis` has a slice along `dim`, its gradient too."""

@@ -9,7 +9,7 @@ or updated S(flat) are part of a flat parameter. All sizes are global; `plan.sha
 one rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.model_spec.stage_transfers import StageSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.flat_param import FlatParamSpec, round_up
-from meshwright.plan.sharding.mesh import AXES, Mesh, axes_with, in_mesh_order
+from meshwright.plan.sharding.mesh import AXES, ROUND_AXES, Mesh, axes_with, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.tensor_placements import I, Layout, Placement, R
@@ -219,7 +219,22 @@ class ShardingPlan:
     @property
     def grad_sum_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summed, because ranks have different samples or tokens."""
-        return self.sum_axes(*self.data_axes)
+        return self.sum_axes(*self.site_data_axes)
+
+    @property
+    def site_data_axes(self) -> tuple[str, ...]:
+        """Those of `data_axes` along which the ranks of one site lie: counts and losses are summed there."""
+        return tuple(axis for axis in self.data_axes if axis not in ROUND_AXES)
+
+    @cached_property
+    def varying_axes(self) -> tuple[str, ...]:
+        """The axes of several sites, along which parameters differ between two rounds."""
+        varying = {axis for each in self.param_shardings for axis in each.layout.axes_with("V")}
+        return in_mesh_order({axis for axis in varying if self.mesh.size(axis) > 1})
+
+    def site_index(self, coordinate: Mapping[str, int]) -> int:
+        """Returns the index of the site of `coordinate`; 0 if there are no sites."""
+        return self.mesh.index(coordinate, self.varying_axes)
 
     @cached_property
     def grad_norm_axes(self) -> tuple[str, ...]:

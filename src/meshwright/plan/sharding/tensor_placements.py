@@ -4,6 +4,7 @@
     I  invariant    every rank holds the value and uses it alike, so its gradient is the same everywhere
     S  sharded      rank i holds the i-th slice along a dim
     P  partial      every rank holds a summand; the value is their sum
+    V  varying      every rank has a value of its own, until their mean is taken (`AVERAGES`)
 
 `REDISTRIBUTIONS[src, dst]` names the operation that turns one letter into another. Its backward is again in
 the table:
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Letter = Literal["R", "I", "S", "P"]
+Letter = Literal["R", "I", "S", "P", "V"]
 
 REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
     ("R", "R"): "keep",
@@ -44,6 +45,9 @@ REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
 
 ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
 
+# V stands beside the table: autograd never leaves it, so a parameter that varies has a gradient that does
+AVERAGES: dict[tuple[Letter, Letter], str] = {("V", "I"): "all_reduce"}  # divided by the number of ranks
+
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
@@ -67,13 +71,13 @@ class Placement:
     @property
     def adjoint(self) -> "Placement":
         """The placement of the gradient of a tensor with this placement."""
-        return Placement(ADJOINT[self.letter], self.dim)
+        return self if self.letter == "V" else Placement(ADJOINT[self.letter], self.dim)
 
     def __str__(self) -> str:
         return self.letter if self.dim is None else f"S({'flat' if self.dim == FLAT else self.dim})"
 
 
-R, I, P = Placement("R"), Placement("I"), Placement("P")  # noqa: E741  the field's letter
+R, I, P, V = (Placement(letter) for letter in ("R", "I", "P", "V"))  # noqa: E741  the field's letter
 
 
 def S(dim: int) -> Placement:  # noqa: N802  reads as the letter it is

@@ -9,11 +9,15 @@ allocates and frees. The same list is estimated, checked, drawn and executed.
 A program has a list per *role*, not per rank: ranks with the same role execute the same list, so a hundred
 thousand ranks cost as little as one. The ranks of a pipeline stage are a role (`stage_role`); ranks outside
 of the mesh may be one. In `waits`, `role/name` refers to an action of another role.
+
+The list is that of a step that ends a round. An action with a `period` runs in such steps alone; every other
+action runs in each step, and waits for none with a period.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import overload
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.hardware.streams import COPY, STREAMS, StreamName
@@ -158,12 +162,32 @@ def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Period:
+    """Rounds of `num_steps` steps. Each of the first `warmup_steps` steps is a round, and the last of the
+    `run_steps` steps of the run ends one.
+    """
+
+    num_steps: int
+    warmup_steps: int = 0
+    run_steps: int = 0
+
+    def ends_with(self, step: int) -> bool:
+        """Returns whether a round ends with `step`, counted from 0."""
+        done = step + 1
+        return (
+            done <= self.warmup_steps
+            or (done - self.warmup_steps) % self.num_steps == 0
+            or done == self.run_steps
+        )
+
+
+@dataclass(frozen=True)
 class Action:
     """One action of the step. `tensors` are the logical parameters it concerns, `waits` names of earlier
     actions, `previous_waits` names of actions of the step before, which run on beside this one.
 
     `inner_transfers` are collectives inside the action: a block with sharded matrices communicates while it
-    runs.
+    runs. With a `period`, it runs only in the steps that end a round.
     """
 
     kind: str
@@ -178,6 +202,11 @@ class Action:
     frees: tuple[str, ...] = ()
     inner_transfers: tuple[Transfer, ...] = ()
     previous_waits: tuple[str, ...] = ()
+    period: Period | None = None
+
+    def runs_in(self, step: int) -> bool:
+        """Returns whether it runs in `step`, counted from 0."""
+        return self.period is None or self.period.ends_with(step)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -212,11 +241,41 @@ class Action:
 
 
 @dataclass(frozen=True)
+class SiteRanks(Sequence[int]):
+    """The ranks of one role in each of `num_sites` sites: `first`, and the ranks `num_site_ranks` behind."""
+
+    first: range
+    num_sites: int
+    num_site_ranks: int
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        site, place = divmod(range(len(self))[index], len(self.first))
+        return site * self.num_site_ranks + self.first[place]
+
+    def __len__(self) -> int:
+        return self.num_sites * len(self.first)
+
+    def __contains__(self, rank: object) -> bool:
+        if not isinstance(rank, int):
+            return False
+        site, place = divmod(rank, self.num_site_ranks)
+        return 0 <= site < self.num_sites and place in self.first
+
+
+@dataclass(frozen=True)
 class Role:
     """The ranks that execute one list of actions. Sizes in `actions` are those of the first of them."""
 
     name: str
-    ranks: range
+    ranks: range | SiteRanks
     actions: tuple[Action, ...]
 
 
@@ -233,13 +292,26 @@ class Program:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of all its actions."""
-        return frozenset(action.kind for role in self.roles for action in role.actions)
+        return frozenset(action.kind for action in self._actions)
 
     @property
     def first_coded_step(self) -> int:
         """The first step in which every transfer is carried as it is from then on."""
-        transfers = (each for role in self.roles for action in role.actions for each in action.transfers)
+        transfers = (each for action in self._actions for each in action.transfers)
         return max((each.carried_from for each in transfers), default=0)
+
+    @property
+    def period(self) -> Period | None:
+        """The rounds of the program; None without actions that have a period."""
+        return next((action.period for action in self._actions if action.period is not None), None)
+
+    def between_rounds(self) -> "Program":
+        """Returns the program of a step that ends no round."""
+        return self.edit(lambda actions: [action for action in actions if action.period is None])
+
+    @property
+    def _actions(self) -> Iterator[Action]:
+        return (action for role in self.roles for action in role.actions)
 
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """Returns this program with `change` applied to the list of every role."""

@@ -4,19 +4,29 @@ It leaves out the names of the parameters of an action: they are many, and the p
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from meshwright.plan.hardware.memory_tiers import MEMORY_TIERS, MemoryTier
-from meshwright.plan.step.program import Action, Allocation, Program, Role, RuntimeSize, Transfer
+from meshwright.plan.step.program import (
+    Action,
+    Allocation,
+    Period,
+    Program,
+    Role,
+    RuntimeSize,
+    SiteRanks,
+    Transfer,
+)
 
 
 def program_to_dict(program: Program) -> dict[str, dict[str, Any]]:
     """Returns every role by name as plain values (dict, list, str, int): in `ranks` the first one and the one
-    behind the last, in `actions` the fields that are not at their defaults.
+    behind the last, of the first of several sites; in `actions` the fields that are not at their defaults.
     """
     return {
         role.name: {
-            "ranks": [role.ranks.start, role.ranks.stop],
+            "ranks": _ranks_to_list(role.ranks),
             "actions": [_action_to_dict(action) for action in role.actions],
         }
         for role in program.roles
@@ -27,10 +37,20 @@ def program_from_dict(roles: Mapping[str, Mapping[str, Any]]) -> Program:
     """Returns the program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
     return Program(
         tuple(
-            Role(name, range(*fields["ranks"]), tuple(map(_action_from_dict, fields["actions"])))
+            Role(name, _ranks_from_list(*fields["ranks"]), tuple(map(_action_from_dict, fields["actions"])))
             for name, fields in roles.items()
         )
     )
+
+
+def _ranks_to_list(ranks: range | SiteRanks) -> list[int]:
+    if isinstance(ranks, range):
+        return [ranks.start, ranks.stop]
+    return [ranks.first.start, ranks.first.stop, ranks.num_sites, ranks.num_site_ranks]
+
+
+def _ranks_from_list(start: int, stop: int, *sites: int) -> range | SiteRanks:
+    return SiteRanks(range(start, stop), *sites) if sites else range(start, stop)
 
 
 def _action_to_dict(action: Action) -> dict[str, Any]:
@@ -54,6 +74,7 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
         ],
         "frees": list(action.frees),
         "transfer": None if transfer is None else _transfer_to_list(transfer),
+        "period": None if action.period is None else list(astuple(action.period)),
     }
     return {
         key: value
@@ -123,6 +144,7 @@ def _action_from_dict(fields: Mapping[str, Any]) -> Action:
         allocations=tuple(_allocation_from_list(*each) for each in fields.get("allocations", ())),
         frees=tuple(fields.get("frees", ())),
         previous_waits=tuple(fields.get("previous_waits", ())),
+        period=Period(*fields["period"]) if "period" in fields else None,
     )
 
 

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
 from meshwright.plan.sharding.expert_load import num_load_counts
-from meshwright.plan.sharding.mesh import axes_with
+from meshwright.plan.sharding.mesh import ROUND_AXES, axes_with
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -43,7 +43,7 @@ from meshwright.plan.step.memory.memory_names import (
     saved_activations_name,
     sum_name,
 )
-from meshwright.plan.step.program import Action, Allocation, Program, Role, Transfer
+from meshwright.plan.step.program import Action, Allocation, Program, Role, SiteRanks, Transfer
 
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 INPUT_DROPPED_FORWARD = "F_INPUT_DROPPED"
@@ -142,9 +142,15 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     pp_rank, pp_size = 0, 1
     if view.plan.block_calls_by_pp_rank:
         pp_rank, pp_size = view.coordinate["pp"], view.plan.mesh.pp
-    num_ranks = view.plan.mesh.world_size // pp_size
-    first = pp_rank * num_ranks  # nothing lies outside pp, so the ranks of a stage follow one another
-    return Role(stage_role_name(pp_rank), range(first, first + num_ranks), tuple(actions))
+    num_sites = view.plan.mesh.group_size(ROUND_AXES)
+    num_ranks = view.plan.mesh.world_size // num_sites // pp_size
+    first = pp_rank * num_ranks  # only sites lie outside pp: in each, the ranks of a stage follow one another
+    ranks = range(first, first + num_ranks)
+    if num_sites > 1 and pp_size > 1:
+        ranks = SiteRanks(ranks, num_sites, num_ranks * pp_size)
+    elif num_sites > 1:
+        ranks = range(view.plan.mesh.world_size)
+    return Role(stage_role_name(pp_rank), ranks, tuple(actions))
 
 
 def spans_roles(transfer: Transfer) -> bool:

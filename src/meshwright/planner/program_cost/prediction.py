@@ -7,10 +7,12 @@
     optimizer_s       gradient norm, clipping, the optimizer
 
 The five of a role add up to the step. Ranks of one role do the same, so only the first of them is estimated.
+Where sites meet in rounds of H steps, both kinds of step are simulated, and a step is their mean: H - 1 steps
+between, and one that ends a round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from meshwright.plan.hardware.streams import STREAMS, Resource
@@ -47,13 +49,19 @@ class StepBreakdown:
         """The sum of all categories."""
         return self.compute_s + self.inner_comm_s + self.exposed_comm_s + self.idle_s + self.optimizer_s
 
+    def mean_with(self, other: "StepBreakdown", weight: float) -> "StepBreakdown":
+        """Returns the mean of both, in which this one weighs `weight` and `other` the rest of 1."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return StepBreakdown(*(weight * mine + (1 - weight) * theirs for mine, theirs in pairs))
+
 
 @dataclass(frozen=True)
 class StepPrediction:
     """Seconds of a step on the target `target_name`, and the breakdown of each role.
 
     `flops` are those of the model in a step, a backward counted as two forwards; `mfu` is the model FLOPs
-    utilization, None if the peak is not known. `notes` say what limits the prediction.
+    utilization, None if the peak is not known. `notes` say what limits the prediction. With rounds, all are
+    means over a round, and `round_end_s` are the seconds of the step that ends it.
     """
 
     target_name: str
@@ -62,14 +70,16 @@ class StepPrediction:
     flops: float
     mfu: float | None
     notes: tuple[str, ...] = ()
+    round_end_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the same as plain values."""
-        return {
+        values = {
             **asdict(self),
             "roles": {role: asdict(each) for role, each in self.roles.items()},
             "notes": list(self.notes),
         }
+        return {key: value for key, value in values.items() if key != "round_end_s" or value is not None}
 
 
 def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
@@ -91,11 +101,17 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
             target.threads_per_rank,
         )
     step_s, roles = step_breakdown(program, costs, shared_cores)
+    round_end_s, period = None, program.period
+    if period is not None:
+        between_s, between = step_breakdown(program.between_rounds(), costs, shared_cores)
+        round_end_s, weight = step_s, 1 / period.num_steps
+        step_s = weight * step_s + (1 - weight) * between_s
+        roles = {name: each.mean_with(between[name], weight) for name, each in roles.items()}
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = target.peak_flops.get(plan.job.precision.compute)
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
     notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)), *compression_notes(plan, target))
-    return StepPrediction(target.name, step_s, roles, flops, mfu, notes)
+    return StepPrediction(target.name, step_s, roles, flops, mfu, notes, round_end_s)
 
 
 def _unknown_copy_rates(program: Program, target: ExecutionTarget) -> Iterator[Diagnostic]:

@@ -28,6 +28,7 @@ from meshwright.report.terminal.fold_repeated_lines import folded_rows
 from meshwright.report.terminal.memory_and_sent_bytes import (
     busiest_rank,
     expected_text,
+    rounds_text,
     sent_table,
     states_table,
     states_text,
@@ -140,6 +141,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **sharded_params_text(plan),
         **batch_sums_text(plan),
         **staleness_text(plan),
+        **rounds_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),
         "sent per rank and step": _sent_text(plan) + expected_text(plan),

@@ -158,6 +158,30 @@ def expected_text(plan: Plan) -> str:
     return f" expected, at most {format_nbytes(more)} more: the choice of experts decides"
 
 
+def rounds_text(plan: Plan) -> dict[str, str]:
+    """Returns a row that says when sites meet, and what they send then and in the mean; {} without sites."""
+    period = plan.program.period
+    if period is None:
+        return {}
+    nbytes = max(
+        sum(
+            min_max_sent_nbytes(move, plan.mesh)[1]
+            for action in role.actions
+            if action.period is not None
+            for move in action.sent_transfers
+        )
+        for role in plan.program.roles
+    )
+    warmup = f", and each of the first {period.warmup_steps} steps" if period.warmup_steps else ""
+    text = (
+        f"{plan.num_sites} sites train apart and meet every {period.num_steps} steps{warmup}: a rank sends "
+        f"{format_nbytes(nbytes)} over {', '.join(plan.sharding.varying_axes)} in a step that ends a round, "
+        f"0 between, {format_nbytes(nbytes / period.num_steps)} per step in the mean; what is sent per step "
+        f"is that of one that ends a round"
+    )
+    return {"rounds": text}
+
+
 def sent_table(plan: Plan) -> Table | None:
     """Returns messages and bytes per step of the busiest rank, by kind of action and transfer.
 

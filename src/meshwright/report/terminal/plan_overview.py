@@ -61,6 +61,7 @@ SENT_TEXTS = {
     **dict.fromkeys(("B", "I", "W", "SEND_GRAD", "CONCAT_GRAD"), "activation grads"),
     **dict.fromkeys(("GATHER", "SCATTER"), "samples"),
     **dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM", "GLOBAL_NORM", "REDUCE_SQNORM"), "counts, loss, norm"),
+    **{"AVERAGE": "parameters of sites", "ROUND_SUM": "counts of rounds"},
     "BATCH_SUM": "tokens per expert",
     "LOSS": "loss",
     "BROADCAST": "broadcast",
@@ -302,8 +303,10 @@ def batch_text(plan: Plan) -> str:
     job, has_tokens = plan.job, plan.job.data.source != "example"
     unit = "sequence" if has_tokens else "sample"
     length = f" of {job.data.sequence:,} tokens" if has_tokens else ""
+    num_data = plan.num_data // plan.num_sites
     parts = [
-        *([_count(plan.num_data, "data-parallel rank")] if plan.num_data > 1 else []),
+        *([_count(plan.num_sites, "site")] if plan.num_sites > 1 else []),
+        *([_count(num_data, "data-parallel rank")] if num_data > 1 else []),
         _count(plan.num_microbatches, "micro-batch"),
         _count(plan.micro_batch, unit),
     ]

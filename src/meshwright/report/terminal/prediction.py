@@ -62,7 +62,7 @@ def prediction_head(plan: Plan, prediction: StepPrediction) -> str:
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
     return (
         f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x "
-        f"{prediction.target_name}: {speed}{share}"
+        f"{prediction.target_name}: {speed}{share}{_round_end_text(prediction)}"
     )
 
 
@@ -92,3 +92,9 @@ def _table(prediction: StepPrediction) -> Table:
 def category_seconds(breakdown: StepBreakdown, category: str) -> float:
     """Returns the seconds in one of CATEGORY_TEXTS."""
     return float(vars(breakdown)[category])
+
+
+def _round_end_text(prediction: StepPrediction) -> str:
+    if prediction.round_end_s is None:
+        return ""
+    return f"; a mean over a round, whose last step takes {format_seconds(prediction.round_end_s)}"

@@ -14,6 +14,7 @@ from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import DEVICE_WEIGHTS
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.engine.step.site_states import without_sites
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_state import STATE_PREFIX
@@ -242,7 +243,7 @@ def check_model(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
     mine = {f"model/{weight.name}": weight.shape for weight in executor.state.plan.model_spec.params}
     mine |= {
         name: tuple(tensor.shape)
-        for name, tensor in executor.state_dict().items()
+        for name, tensor in without_sites(executor.state_dict()).items()
         if name.startswith("buffer/")
     }
     theirs = {

@@ -31,7 +31,8 @@ class StepRecord:
     float16, `loss_scale` is the scale of the next step, and `overflow` says that this step was skipped
     because gradients overflowed. With experts, `busiest_expert` and `busiest_rank` are the largest load over
     the mean load, in the layer where that is most, and `dropped_share` is that of all choices; None: no
-    experts, or each rank has all.
+    experts, or each rank has all. Where sites train apart, the record is of the first site, and a step that
+    ends a round has the loss and the tokens of all sites in that round: `round_loss`, `round_tokens`.
     """
 
     step: int
@@ -53,6 +54,8 @@ class StepRecord:
     busiest_expert: float | None = None
     busiest_rank: float | None = None
     dropped_share: float | None = None
+    round_loss: float | None = None
+    round_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from meshwright.run.telemetry.metrics_log import EXPERT_LOAD
 
 MAX_LINES = 100
 STEP_FIELDS = ("busiest_expert", "busiest_rank", "dropped_share")
+ROUND_FIELDS = ("round_loss", "round_tokens")
 
 
 class ExpertLoadLines:
@@ -55,5 +56,8 @@ class ExpertLoadLines:
 
 
 def without_expert_load(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record of a step; without the fields of its experts, if there are none."""
-    return {name: value for name, value in record.items() if value is not None or name not in STEP_FIELDS}
+    """Returns the record of a step; without the fields of its experts, if there are none, and of a round, if
+    none ends.
+    """
+    optional = (*STEP_FIELDS, *ROUND_FIELDS)
+    return {name: value for name, value in record.items() if value is not None or name not in optional}

@@ -84,12 +84,13 @@ class RankUsage:
 
     def throughput(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
         """Returns the FLOP/s of all ranks for a step of `samples`, and the fraction of the peak (MFU); None
-        if unknown.
+        if unknown. Where sites train apart, both are of the ranks of one site, which had the samples.
         """
         if not self._flops:
             return None, None
         flops = self._flops * samples / seconds
-        return flops, None if self._peak is None else flops / (self._peak * self._plan.mesh.world_size)
+        num_ranks = self._plan.mesh.world_size // self._plan.num_sites
+        return flops, None if self._peak is None else flops / (self._peak * num_ranks)
 
     def end_step(self) -> None:
         """Marks the end of the step, checkpoint included."""

@@ -379,6 +379,7 @@ def _step_record(
         *(*values, m.is_skipped, u.data_s, u.save_s, u.flops_per_s, u.mfu),
         *(m.noise_scale, m.overflow, m.loss_scale),
         *expert_load,
+        *((None, None) if m.round is None else (m.round.loss, m.round.tokens)),
     )
 
 

@@ -1,0 +1,241 @@
+"""Rounds: sites train apart on their own samples, and meet every H steps to average parameters.
+
+Why it works: a link between data centres carries a message now and then, not one per step. Parameters that
+started equal and took H steps on samples of the same kind have not gone far apart, so their mean is a good
+common start. A *site* is all ranks at one index along `outer`; inside it any plan runs as it would alone.
+
+    batch        axis `outer` splits the samples of the global batch: each site has batch / k of them
+    gradients    summed inside a site only; the loss of a site is divided by what counts in its own samples
+    parameters   V along `outer`: each site has its own, until a round ends. V is left by a mean alone
+    optimizer    each site steps its own states, which stay its own (V) beyond the round
+
+    site 0   F B STEP TOTALS   F B STEP TOTALS   F B STEP TOTALS  AVERAGE(1) AVERAGE(2) END_ROUND(1) ...
+    site 1   F B STEP TOTALS   F B STEP TOTALS   F B STEP TOTALS  AVERAGE(1) AVERAGE(2) END_ROUND(1) ...
+             <----------------- a round of H = 3 steps -----------------------------------------------> rank
+
+    ROUND_TOTALS   adds loss, loss weight, samples and tokens of the step to those of the round; each step
+    ROUND_SUM      sums them over the sites, with the wishes to stop                        end of a round
+    AVERAGE        all-reduces what STEP has stepped: masters, shards or parameters, float32 at least
+    END_ROUND      divides by k, and makes the mean (local SGD), or what follows from it (DiLoCo), the
+                   parameters; the averages of two parameter groups are under way at once
+
+Between two rounds nothing crosses `outer`: metrics are those of a site, and a wish to stop waits. The step
+that ends a round returns the loss of the round over all sites too (`Metrics.round`), and whether any rank
+wished to stop: a run stops within one round. The last step of the run ends a round, however short. A mean of
+sites is not a mean of tokens: with other counts at each site, H = 1 is not data parallelism.
+
+Defined per site: the gradient norm and `train.clip`, the learning-rate schedule (all count the same steps),
+sums over a batch (auxiliary losses), tied parameters, a step in which nothing counts (that site stands
+still). Refused by name: the loss guard, the noise scale and the loss scale of float16, whose decisions must
+be those of all ranks; running statistics and biases that a forward or a step changes outside of the
+optimizer; one rank that steps for others; an optimizer of whole matrices over shards; weight versions; model
+states off the device; an evaluation in the middle of a round.
+
+A checkpoint may be saved after any step: in the middle of a round it has the parameters of each site, and
+resumes with the same bits. Another number of sites needs the end of a round; then site i of m takes the
+optimizer states of site i mod k.
+
+Cost, per rank and round: 2 (k-1)/k N bytes over `outer`, N the bytes of what the rank steps (a shard under
+ZeRO, all under DDP, where each replica sends its own), and 40 bytes; between rounds 0. Memory: two buffers
+of one parameter group each, none where shards of float32 are averaged in place.
+Limits: lossy. How far H may go is for the held-out loss to say.
+Paper: McMahan et al. 2017, "Communication-Efficient Learning", arXiv 1602.05629 (FedAvg); Stich 2019, "Local
+SGD Converges Fast and Communicates Little", arXiv 1805.09767.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages
+from meshwright.plan.hardware.memory_tiers import ON_DEVICE
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.field_constraints import at_least, one_of
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.sharding.mesh import ROUND_AXES
+from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import AVERAGES, Layout, P, S
+from meshwright.plan.step.program import Action, Allocation, Period, Program, Transfer
+from meshwright.plan.step.single_device_program import stepped_microbatches
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_state import StateSpec
+
+if TYPE_CHECKING:
+    import torch
+
+EVERY_FIX = "write the steps of a round, at least 1: 1 averages after every step"
+
+
+@dataclass(frozen=True)
+class RoundStrategy(Strategy):
+    """Lets the sites along `axis` train apart for `sync_every` steps."""
+
+    phase: ClassVar[StrategyPhase] = "comm"  # behind what stores parameters: that is averaged
+    exact: ClassVar[bool] = False
+    axis: str = field(default="outer", metadata=one_of(*ROUND_AXES))
+    sync_every: int = field(default=16, metadata=at_least(1, EVERY_FIX))
+
+    @abstractmethod
+    def period(self, job: Job) -> Period:
+        """Returns the rounds of a run of `job`."""
+
+    @abstractmethod
+    def end_round(self, name: str, mean: "torch.Tensor", kept: "Mapping[str, torch.Tensor]") -> None:
+        """Makes of the flat `mean` over the sites, in place, what all sites go on with.
+
+        `name` is the parameter, or this rank's part of it; `kept` are the tensors of `states`, by key.
+        """
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        where, num_sites = f"strategies.{self.name}", sharding.mesh.size(self.axis)
+        if sharding.varying_axes:
+            text = f"two strategies let the sites along {self.axis} train apart"
+            yield Diagnostic(text, "keep one of them", where)
+        if num_sites == 1:
+            text = f"mesh.{self.axis} is 1: there are no sites that could train apart"
+            yield Diagnostic(
+                text, f"set mesh.{self.axis} to the number of sites, or remove {self.name}", where
+            )
+        if self.sync_every > job.train.steps > 0:
+            text = f"rounds of {self.sync_every} steps in a run of {job.train.steps}"
+            fix = f"write at most {job.train.steps}, or raise train.steps"
+            yield Diagnostic(text, fix, f"{where}.sync_every")
+        yield from self._check_job(job)
+
+    def _check_job(self, job: Job) -> Iterator[Diagnostic]:
+        apart = f"and the sites along {self.axis} know nothing of one another between rounds"
+        if job.guard.action != "off":
+            text = f"the loss guard leaves a step out, or stops, on all ranks together, {apart}"
+            yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
+        if job.train.noise_scale:
+            text = f"the noise scale compares the gradients of all ranks in each step, {apart}"
+            yield Diagnostic(text, "set train.noise_scale = false", "train.noise_scale")
+        if job.precision.effective.scales_loss:
+            text = f"the loss scale of float16 follows overflows on any rank, {apart}"
+            yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
+        every, period = job.evaluate.every, self.period(job)
+        steps = range(every - 1, job.train.steps, every) if every else ()
+        if any(not period.ends_with(step) for step in steps):
+            text = f"an evaluation every {every} steps, some of them in the middle of a round"
+            fix = f"set evaluate.every to a multiple of {self.sync_every}, or 0: at the end alone"
+            yield Diagnostic(text, fix, "evaluate.every")
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        where, model_spec = f"strategies.{self.name}", sharding.model_spec
+        if sharding.primary_rank_axes:
+            text = "one rank steps for all others (data_parallel_master), and each averages what it steps"
+            yield Diagnostic(text, 'use the strategy "ddp" or "zero" in its place', where)
+        if sharding.tiers != ON_DEVICE:
+            text = "model states rest off the device, and what is averaged there is not yet supported"
+            yield Diagnostic(text, f"remove offload and disk_offload, or {self.name}", where)
+        owned = [each.param.name for each in sharding.param_shardings if each.owner_axes]
+        if owned:
+            text = f"one rank steps the whole matrix {owned[0]}, of which the others hold parts"
+            fix = 'use "ddp" inside a site, or an optimizer that steps elements ("adamw")'
+            yield Diagnostic(text, fix, where)
+        if sharding.compressed_params:
+            text = (
+                "compress keeps what codes lose of the gradients of one site, which verify cannot yet compare"
+            )
+            yield Diagnostic(text, f"remove compress, or {self.name}", where)
+        norms = [call.name for call in model_spec.batch_norm_calls if call.has_running_stats]
+        if norms:
+            text = f"the running statistics of {len(norms)} batch norms ({norms[0]}...) differ between sites"
+            fix = "use norms without them (LayerNorm, GroupNorm), or one site"
+            yield Diagnostic(text, fix, where)
+        if model_spec.choice_biases:
+            text = f"{model_spec.choice_biases[0].buffer} follows the load of experts of all ranks"
+            yield Diagnostic(text, "use the auxiliary loss to balance experts, or one site", where)
+
+    def place(self, sharding: ShardingPlan) -> ShardingPlan:
+        apart = sharding.with_batch_placement(self.axis, S(0))
+        return apart.map_param_shardings(lambda each: each.varying(self.axis))
+
+    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if view.plan.mesh.size(self.axis) == 1:
+            return program
+        raise_diagnostics(
+            each for role in program.roles for each in _order_diagnostics(self.name, role.actions)
+        )
+        return program.edit(lambda actions: [*actions, *self._round_actions(actions, view, job)])
+
+    def states(self, view: RankView, job: Job) -> Iterator[StateSpec]:
+        """Returns the totals of the round; a summand of each site."""
+        yield StateSpec(TOTALS, (4,), dtype="float64", layout=Layout().with_placement(self.axis, P))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return RoundAverages(runtime, self.end_round, self.axis).handlers
+
+    def _round_actions(self, actions: Sequence[Action], view: RankView, job: Job) -> Iterator[Action]:
+        period = self.period(job)
+        sums = (action.name for action in actions if action.kind == "LOSS_SUM")
+        totals = Action("ROUND_TOTALS", waits=("TOKEN_COUNT()", *sums))
+        yield totals
+        message = Transfer("all_reduce", (self.axis,), 5 * FLOAT_NBYTES["float64"], dtype="float64")
+        yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
+        steps = tuple(action.name for action in actions if action.kind == "STEP")
+        averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
+        averages = _with_buffers(averages, [_is_in_place(group, view, job) for group in view.param_groups])
+        for number, average in enumerate(averages):  # while one travels, the one before is written back
+            yield average
+            if number:
+                yield _end_of(averages[number - 1])
+        if averages:
+            yield _end_of(averages[-1])
+
+    def _average(
+        self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
+    ) -> Action:
+        dtype = averaged_dtype(job)
+        flat = view.flat_param_specs.get(group.name)
+        nbytes = (group.numel if flat is None else flat.shard_numel) * FLOAT_NBYTES[dtype]
+        transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
+        return Action("AVERAGE", group.name, None, "comm", steps, group.names, transfer, period=period)
+
+
+def averaged_dtype(job: Job) -> str:
+    """Returns the dtype in which parameters are averaged: that in which they are stepped, at least
+    float32.
+    """
+    master = job.precision.roles["master"]
+    return master if FLOAT_NBYTES[master] >= FLOAT_NBYTES["float32"] else "float32"
+
+
+def _is_in_place(group: ParamGroup, view: RankView, job: Job) -> bool:
+    """Returns whether what is stepped of `group` is one flat tensor of the dtype of its average."""
+    return group.name in view.flat_param_specs and job.precision.roles["master"] == averaged_dtype(job)
+
+
+def _with_buffers(averages: Sequence[Action], in_place: Sequence[bool]) -> list[Action]:
+    """Returns `averages` with two buffers that they use in turn, each as large as the largest needs it."""
+    sizes = [
+        0 if is_free or each.transfer is None else each.transfer.nbytes
+        for each, is_free in zip(averages, in_place, strict=True)
+    ]
+    edited = []
+    for number, average in enumerate(averages):
+        buffer = Allocation(f"mean({number % 2})", max(sizes[number % 2 :: 2]))
+        edited.append(average if in_place[number] else replace(average, allocations=(buffer,)))
+    return edited
+
+
+def _order_diagnostics(name: str, actions: Sequence[Action]) -> Iterator[Diagnostic]:
+    """Yields what rounds do not support in the order of a step."""
+    if stepped_microbatches(actions):
+        text = "each microbatch is a step of its own, at weights that are several updates old"
+        yield Diagnostic(text, "use another schedule of the pipeline, or one site", f"strategies.{name}")
+
+
+def _end_of(average: Action) -> Action:
+    return Action(
+        "END_ROUND",
+        average.subject,
+        waits=(average.name,),
+        tensors=average.tensors,
+        frees=tuple(each.name for each in average.allocations),
+        period=average.period,
+    )

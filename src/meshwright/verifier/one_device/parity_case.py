@@ -1,0 +1,80 @@
+"""What a comparison with one device takes, and what one device has found."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.model.loss.loss_definition import Batch, Loss
+from meshwright.model.recording.expert_choices import Choices
+from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.plan.plan import Plan
+
+TensorsByName = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ParityCase:
+    """A comparison: a plan, and functions that make the model, the random numbers and the samples of a run.
+
+    `batch_reader(plan, rank)` returns a function from step to that rank's samples; `single_device_plan` is
+    the same job on one device. `plan_for_batch(batch)` is `plan` for samples like those of a batch, which may
+    have another length.
+    """
+
+    plan: Plan
+    single_device_plan: Plan
+    loss: Loss
+    make_trained_module: Callable[[], TrainedModule]
+    make_rng: Callable[[], StatelessRNG | None]
+    batch_reader: Callable[[Plan, int], Callable[[int], Batch | None]]
+    plan_for_batch: Callable[[Batch], Plan]
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """One step of one device: batch, loss, gradients before clipping, their norm, parameters afterwards.
+
+    Where microbatches are updates of their own, `microbatch_gradients` holds the gradients by microbatch, and
+    `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
+    `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
+    `exact_loss` is the loss at the same weights without codes of activations, where there are any.
+    `batch` has the rows `samples` of the global batch (None: all), where sites train apart.
+    """
+
+    batch: Batch
+    loss: float
+    grad_norm: float
+    gradients: TensorsByName
+    parameters: TensorsByName
+    microbatch_gradients: dict[int, TensorsByName] = field(default_factory=dict)
+    biases: TensorsByName = field(default_factory=dict)
+    choices: dict[str, Choices] = field(default_factory=dict)
+    sum_error: float = 0.0
+    exact_loss: float | None = None
+    samples: tuple[int, ...] | None = None
+
+    def rows_of(self, samples: Sequence[int]) -> list[int]:
+        """Returns the rows of `batch` with those of `samples`, indices in the global batch, that it has."""
+        if self.samples is None:
+            return [each for each in samples if each < len(next(iter(self.batch.values())))]
+        rows = {sample: row for row, sample in enumerate(self.samples)}
+        return [rows[each] for each in samples if each in rows]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The results of one device; `block_of` names the first block that uses each parameter.
+
+    `sites` are those of each site that trains apart, the first one included.
+    """
+
+    initial_values: TensorsByName
+    steps: list[ReferenceStep] = field(default_factory=list)
+    block_of: dict[str, str] = field(default_factory=dict)
+    sites: "tuple[Reference, ...]" = ()
+
+    def of_site(self, index: int) -> "Reference":
+        """Returns the results of the site at `index`."""
+        return self.sites[index] if self.sites else self
