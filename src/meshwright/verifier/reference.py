@@ -107,7 +107,7 @@ class LostStep:
 
     lost: TensorsByName
     error: float
-    before: LocalChanges = LocalChanges()
+    before: LocalChanges = field(default_factory=LocalChanges)
 
 
 def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[LostStep, ...]:
