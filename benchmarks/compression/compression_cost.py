@@ -93,13 +93,14 @@ def measure_all(window: Window) -> Rounds:
 def result(rounds: Rounds) -> Result:
     """Returns the result of these rounds."""
     found = {
-        name: tuple(
-            compare(rounds, name, base=UNIT, twin=TWIN, bar=bar, figure=figure)
-            for figure in ("cpu_s", "wall_s")
+        name: (
+            rounds,
+            compare(rounds, name, base=UNIT, twin=TWIN, bar=bar, figure="cpu_s"),
+            compare(rounds, name, base=UNIT, twin=TWIN, bar=bar, figure="wall_s"),
         )
         for name, (bar, _) in SIDES.items()
     }
-    return Result.of_comparisons(NAME, CLAIM, {name: (rounds, *each) for name, each in found.items()})
+    return Result.of_comparisons(NAME, CLAIM, found)
 
 
 def main() -> None:

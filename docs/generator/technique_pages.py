@@ -29,6 +29,7 @@ SHARED = (
     "context/ring_attention",
     "context/context_parallel_strategy",
     "compression/block_codes",
+    "compression/coded_sum",
     "compression/residuals",
     "compression/sliced_sums",
     "outer/rounds",

@@ -86,11 +86,13 @@ class CodedOperand:
 
     def place(self, name: str) -> int:
         """Returns where a parameter begins in `values`."""
-        return self.by_param[name].storage_offset() - self.values.storage_offset()
+        return int(self.by_param[name].storage_offset()) - int(self.values.storage_offset())
 
     def record_dropped(self) -> None:
         """Records the momenta of elements that codes carry: where `values` are no longer what was put in."""
-        for name, momentum in self.momenta.items() if self.put_in is not None else ():
+        if self.put_in is None:
+            return
+        for name, momentum in self.momenta.items():
             begin = self.place(name)
             before = self.put_in[begin : begin + momentum.numel()]
             self.dropped[name] = momentum.where(before != self.by_param[name], 0.0)

@@ -33,8 +33,9 @@ Cost: a pass over the gradients beside that for residuals; 4 bytes per element, 
 Limits: with many ranks or large k sums travel as floats, half of an all-reduce: then reduce-scatters (zero)
 gain. What is not finite is above all numbers: it is sent, so that the loss guard sees it. `momentum` is for
 SGD, of which `optimizer.momentum` then stays 0, and needs all parameters coded and one update per step.
-Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887 (sampled threshold, section 3.1; momentum
-correction, algorithm 1); Stich et al. 2018, "Sparsified SGD with Memory", arXiv 1809.07599.
+Paper: Lin et al. 2018, "Deep Gradient Compression", arXiv 1712.01887 (section 3: sampled threshold, momentum
+correction, local clipping, momentum factor masking); Stich et al. 2018, "Sparsified SGD with Memory", arXiv
+1809.07599.
 """
 
 from collections.abc import Callable, Iterable, Iterator
