@@ -305,10 +305,8 @@ class _RankComparison:
 
     def rounded_loss(self, truth: ReferenceStep) -> None:
         """Compares what codes of activations do to the loss, at equal weights, with what is stated."""
-        if truth.exact_loss is None:
-            return
-        plan = self._parity_case.plan
-        error = abs(truth.loss - truth.exact_loss) / max(abs(truth.exact_loss), 1e-300)
+        plan, exact = self._parity_case.plan, truth.loss if truth.exact_loss is None else truth.exact_loss
+        error = abs(truth.loss - exact) / max(abs(exact), 1e-300)
         if not error <= sum(each.loss_tolerance(plan.sharding) for each in plan.strategies):
             self._add_difference("rounded loss", "", "", error)
 
