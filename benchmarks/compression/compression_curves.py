@@ -64,7 +64,7 @@ CODECS: Mapping[str, Codec] = {  # by mode
     "int8": Codec({}),
     "int4": Codec({}, has_bar=False),
     "sign": Codec({"exact_steps": EXACT_STEPS}, 0.02),
-    "topk": Codec({"ratio": 0.01, "exact_steps": EXACT_STEPS}, 0.01),
+    "topk": Codec({"density": 0.01, "exact_steps": EXACT_STEPS}, 0.01),
     "powersgd": Codec({"rank": 4, "exact_steps": EXACT_STEPS}, 0.01),
 }
 

@@ -4,7 +4,7 @@ All ranks verify the folder together (`distributed_verification`), so all load t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Never
@@ -12,9 +12,11 @@ from typing import Any, Never
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
+from meshwright.engine.optim.sharded_state_dict import DEVICE_WEIGHTS
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
+from meshwright.plan.strategy_state import STATE_PREFIX
 from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import (
     BEST_FILE,
@@ -110,6 +112,7 @@ def resume(
     saved = saved_run(manifest, step_folder(folder, manifest.step))
     changes = [
         *_changes(saved, plan, data_digest),
+        *state_changes(manifest.entries, plan),
         *_transport_changes(saved.reduction_transports, reduction_transports(plan, world)),
     ]
     if world.rank == 0:
@@ -263,6 +266,30 @@ def _changes(saved: SavedRun, plan: Plan, data_digest: str) -> list[str]:
     )  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
     return words + (["the data changed since that checkpoint"] if saved.data != data_digest else [])
+
+
+def state_changes(saved: Iterable[str], plan: Plan) -> list[str]:
+    """Returns what of the tensors that techniques keep from step to step begins anew under `plan`, and what
+    of those in a checkpoint is left out; `saved` are the names in it.
+    """
+    states = [each.states.items() for each in plan.role_plans()]
+    keys = {(owner, spec.key) for owners in states for owner, specs in owners for spec in specs}
+    needed = {f"{STATE_PREFIX}{owner}/{key}" for owner, key in keys}
+    found = {name for name in saved if name.startswith(STATE_PREFIX) and not name.startswith(DEVICE_WEIGHTS)}
+    texts = (
+        (needed - found, "is not in that checkpoint and begins anew"),
+        (found - needed, "is in that checkpoint and is left out: the plan does not keep it"),
+    )
+    lines = list[str]()
+    for names, text in texts:
+        by_owner = dict[str, list[str]]()
+        for name in sorted(names):
+            owner, _, key = name.removeprefix(STATE_PREFIX).partition("/")
+            by_owner.setdefault(owner, []).append(key)
+        for owner, own in by_owner.items():
+            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            lines.append(f"what {owner} keeps from step to step {text}: {own[0]}{more}")
+    return lines
 
 
 def reduction_transports(plan: Plan, world: World) -> dict[str, str]:

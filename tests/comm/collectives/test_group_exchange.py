@@ -1,0 +1,167 @@
+"""Exchanges of rounds on threads, shared memory, gloo and the fake world: uneven messages, and rounds that
+depend on what has arrived.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.comm.backends.fake import FakeWorld
+from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds, World
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import ProcessPool, run_on_threads
+from tests.comm.gloo_ranks import over_gloo
+
+RING, GRID = Mesh(dp_shard=3), Mesh(dp_shard=3, tp=2)
+Run = Callable[[Callable[..., list], Mesh], list]
+
+
+@pytest.fixture(params=["threads", "shared memory", "gloo"])
+def run(request: pytest.FixtureRequest, process_pool: ProcessPool) -> Run:
+    """Run a function on all ranks of a mesh."""
+    if request.param == "threads":
+        return run_on_threads
+    if request.param == "gloo":
+        return lambda body, mesh: process_pool.run(over_gloo, mesh, body)
+    return process_pool.run
+
+
+def numel(source: int, target: int) -> int:
+    """The elements that `source` sends `target`: none from the second to the first, else of two sizes."""
+    return 0 if (source, target) == (1, 0) else 1 + (3 * source + target) % 5
+
+
+def uneven_rounds(group: Group, number: float, found: list[torch.Tensor]) -> Rounds:
+    """All to all, with messages of another size for every pair; then the sums go once around the ring."""
+    me, size = group.index, group.size
+    peers = [rank for rank in range(size) if rank != me]
+    sends = [(peer, torch.full((numel(me, peer),), number)) for peer in peers]
+    receives = [(peer, torch.full((numel(peer, me),), -1.0)) for peer in peers]
+    yield [each for each in sends if len(each[1])], [each for each in receives if len(each[1])]
+    total = torch.stack([each.sum() for _, each in receives]).sum().view(1)
+    passed = torch.empty(1)
+    for _ in range(size - 1):
+        found.append(total.clone())
+        yield [((me + 1) % size, total)], [((me - 1) % size, passed)]
+        total = passed.clone()
+    found.append(total)
+
+
+def exchange_uneven(world: World) -> list[float]:
+    group, found = world.group(["dp_shard"]), list[torch.Tensor]()
+    messages = [ExchangedMessage("all_to_all", 12, "float32"), ExchangedMessage("shift", 4, "float32")]
+    world.ledger.is_recording = True
+    work = group.exchange(uneven_rounds(group, 1.0 + world.rank, found), messages, action="TEST")
+    work.wait()
+    booked = [(each.action, each.collective, each.nbytes, each.sent_nbytes) for each in world.ledger.entries]
+    return [booked, [float(each) for each in found]]
+
+
+def expected(ranks: list[int]) -> list[list[float]]:
+    """What each of `ranks`, those of a group, has found: its own sum, then those of the ranks before it."""
+    sums = [
+        sum(
+            (1.0 + source) * numel(ranks.index(source), index)
+            for source in ranks
+            if ranks.index(source) != index
+        )
+        for index in range(3)
+    ]
+    return [[sums[(index - shift) % 3] for shift in range(3)] for index in range(3)]
+
+
+BOOKED = [("TEST", "all_to_all", 12, 8.0), ("TEST", "shift", 4, 4.0)]
+
+
+def test_rounds_of_uneven_messages_go_around_a_ring_of_three(run: Run):
+    assert run(exchange_uneven, RING) == [[BOOKED, found] for found in expected([0, 1, 2])]
+
+
+def test_groups_of_a_grid_exchange_side_by_side(run: Run):
+    if run is not run_on_threads:
+        pytest.skip("six ranks, and the pool has four processes")
+    found = run(exchange_uneven, GRID)
+    for column in (0, 1):
+        ranks = [column, 2 + column, 4 + column]
+        assert [found[rank][1] for rank in ranks] == expected(ranks)
+
+
+def exchange_two(world: World) -> list[list[float]]:
+    """Two exchanges under way together, the first of which is waited for last."""
+    group = world.group(["dp_shard"])
+    logs = [list[torch.Tensor](), list[torch.Tensor]()]
+    works = [
+        group.exchange(uneven_rounds(group, factor * (1.0 + world.rank), log), [], action=f"TEST({factor})")
+        for factor, log in zip((1.0, 10.0), logs, strict=True)
+    ]
+    for work in reversed(works):
+        work.wait()
+    return [[float(each) for each in log] for log in logs]
+
+
+def test_exchanges_under_way_together_do_not_mix(run: Run):
+    found = expected([0, 1, 2])
+    assert run(exchange_two, RING) == [[each, [10 * value for value in each]] for each in found]
+
+
+def exchange_and_fail(world: World) -> list[str]:
+    group = world.group(["dp_shard"])
+
+    def rounds() -> Rounds:
+        yield [], []
+        raise ValueError("planted between two rounds")
+
+    try:
+        group.exchange(rounds(), [], action="TEST").wait()
+    except Exception as error:  # of any backend's kind: its text is what counts
+        return [str(error)]
+    return []
+
+
+def test_an_error_between_two_rounds_is_raised_by_the_wait(run: Run):
+    if run is run_on_threads:  # where the last rank to arrive runs the rounds of all
+        with pytest.raises(ValueError, match="planted between two rounds"):
+            run(lambda world: world.group(["dp_shard"]).exchange(_failing(), [], action="TEST").wait(), RING)
+        return
+    assert run(exchange_and_fail, RING) == [["planted between two rounds"]] * 3
+
+
+def _failing() -> Rounds:
+    yield [], []
+    raise ValueError("planted between two rounds")
+
+
+def exchange_none(world: World) -> list[int]:
+    group = world.group(["dp_shard"])
+    ended: list[int] = []
+
+    def rounds() -> Rounds:
+        ended.append(1)
+        yield [], []
+        ended.append(2)
+
+    group.exchange(rounds(), [], action="TEST").wait()
+    return ended
+
+
+def test_one_rank_alone_runs_its_rounds_to_their_end():
+    assert run_on_threads(exchange_none, Mesh()) == [[1, 2]]
+
+
+def test_the_fake_world_runs_the_rounds_of_one_rank_and_books_the_same():
+    for rank in range(3):
+        booked, found = exchange_uneven(FakeWorld(RING, rank))
+        assert booked == BOOKED
+        assert len(found) == 3  # to the end, with what this rank has sent where sizes are equal
+
+
+def test_the_fake_world_gives_back_what_was_sent_or_zeros():
+    group = FakeWorld(RING, 0).group(["dp_shard"])
+    same, other = torch.full((2,), 7.0), torch.full((3,), 7.0)
+
+    def rounds() -> Rounds:
+        yield [(1, torch.ones(2)), (2, torch.ones(2))], [(1, same), (2, other)]
+
+    group.exchange(rounds(), [], action="TEST").wait()
+    assert (same.tolist(), other.tolist()) == ([1.0, 1.0], [0.0, 0.0, 0.0])
