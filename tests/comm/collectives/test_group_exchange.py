@@ -28,8 +28,8 @@ def run(request: pytest.FixtureRequest, process_pool: ProcessPool) -> Run:
 
 
 def numel(source: int, target: int) -> int:
-    """The elements that `source` sends `target`: none from the second to the first, else of two sizes."""
-    return 0 if (source, target) == (1, 0) else 1 + (3 * source + target) % 5
+    """The elements that `source` sends `target`, of three: more to the rank before it than to the next."""
+    return 1 + 2 * ((target - source) % 3)
 
 
 def uneven_rounds(group: Group, number: float, found: list[torch.Tensor]) -> Rounds:
@@ -38,7 +38,7 @@ def uneven_rounds(group: Group, number: float, found: list[torch.Tensor]) -> Rou
     peers = [rank for rank in range(size) if rank != me]
     sends = [(peer, torch.full((numel(me, peer),), number)) for peer in peers]
     receives = [(peer, torch.full((numel(peer, me),), -1.0)) for peer in peers]
-    yield [each for each in sends if len(each[1])], [each for each in receives if len(each[1])]
+    yield sends, receives
     total = torch.stack([each.sum() for _, each in receives]).sum().view(1)
     passed = torch.empty(1)
     for _ in range(size - 1):
@@ -48,14 +48,21 @@ def uneven_rounds(group: Group, number: float, found: list[torch.Tensor]) -> Rou
     found.append(total)
 
 
-def exchange_uneven(world: World) -> list[float]:
+def stated_messages(group: Group) -> list[ExchangedMessage]:
+    """What a rank sends in `uneven_rounds`, as the bytes of shifts, of which all are sent."""
+    return [ExchangedMessage("shift", nbytes, "float32") for nbytes in (4 * (3 + 5), 4 * (group.size - 1))]
+
+
+def exchange_uneven(world: World) -> list:
     group, found = world.group(["dp_shard"]), list[torch.Tensor]()
-    messages = [ExchangedMessage("all_to_all", 12, "float32"), ExchangedMessage("shift", 4, "float32")]
     world.ledger.is_recording = True
-    work = group.exchange(uneven_rounds(group, 1.0 + world.rank, found), messages, action="TEST")
-    work.wait()
-    booked = [(each.action, each.collective, each.nbytes, each.sent_nbytes) for each in world.ledger.entries]
+    rounds = uneven_rounds(group, 1.0 + world.rank, found)
+    group.exchange(rounds, stated_messages(group), action="TEST").wait()
+    booked = [(each.action, each.collective, each.sent_nbytes) for each in world.ledger.entries]
     return [booked, [float(each) for each in found]]
+
+
+BOOKED = [("TEST", "shift", 32.0), ("TEST", "shift", 8.0)]
 
 
 def expected(ranks: list[int]) -> list[list[float]]:
@@ -71,17 +78,12 @@ def expected(ranks: list[int]) -> list[list[float]]:
     return [[sums[(index - shift) % 3] for shift in range(3)] for index in range(3)]
 
 
-BOOKED = [("TEST", "all_to_all", 12, 8.0), ("TEST", "shift", 4, 4.0)]
-
-
 def test_rounds_of_uneven_messages_go_around_a_ring_of_three(run: Run):
     assert run(exchange_uneven, RING) == [[BOOKED, found] for found in expected([0, 1, 2])]
 
 
-def test_groups_of_a_grid_exchange_side_by_side(run: Run):
-    if run is not run_on_threads:
-        pytest.skip("six ranks, and the pool has four processes")
-    found = run(exchange_uneven, GRID)
+def test_groups_of_a_grid_exchange_side_by_side():
+    found = run_on_threads(exchange_uneven, GRID)
     for column in (0, 1):
         ranks = [column, 2 + column, 4 + column]
         assert [found[rank][1] for rank in ranks] == expected(ranks)
@@ -92,7 +94,9 @@ def exchange_two(world: World) -> list[list[float]]:
     group = world.group(["dp_shard"])
     logs = [list[torch.Tensor](), list[torch.Tensor]()]
     works = [
-        group.exchange(uneven_rounds(group, factor * (1.0 + world.rank), log), [], action=f"TEST({factor})")
+        group.exchange(
+            uneven_rounds(group, factor * (1.0 + world.rank), log), stated_messages(group), action="TEST"
+        )
         for factor, log in zip((1.0, 10.0), logs, strict=True)
     ]
     for work in reversed(works):
@@ -151,8 +155,8 @@ def test_one_rank_alone_runs_its_rounds_to_their_end():
 
 def test_the_fake_world_runs_the_rounds_of_one_rank_and_books_the_same():
     for rank in range(3):
-        booked, found = exchange_uneven(FakeWorld(RING, rank))
-        assert booked == BOOKED
+        entries, found = exchange_uneven(FakeWorld(RING, rank))
+        assert entries == BOOKED
         assert len(found) == 3  # to the end, with what this rank has sent where sizes are equal
 
 
@@ -163,5 +167,29 @@ def test_the_fake_world_gives_back_what_was_sent_or_zeros():
     def rounds() -> Rounds:
         yield [(1, torch.ones(2)), (2, torch.ones(2))], [(1, same), (2, other)]
 
-    group.exchange(rounds(), [], action="TEST").wait()
+    group.exchange(rounds(), [ExchangedMessage("shift", 16, "float32")], action="TEST").wait()
     assert (same.tolist(), other.tolist()) == ([1.0, 1.0], [0.0, 0.0, 0.0])
+
+
+def exchange_more_than_stated(world: World) -> list[str]:
+    group = world.group(["dp_shard"])
+    (first, second) = stated_messages(group)
+    messages = [first._replace(nbytes=first.nbytes - 4), second]
+    try:
+        group.exchange(uneven_rounds(group, 1.0, []), messages, action="TEST").wait()
+    except Exception as error:  # of any backend's kind
+        return [str(error)]
+    return []
+
+
+def test_bytes_that_no_message_states_are_an_error(run: Run):
+    if run is run_on_threads:
+        with pytest.raises(RuntimeError, match=r"TEST has sent \d+ bytes, and its messages are \d+ bytes"):
+            run_on_threads(lambda world: _raise_first(exchange_more_than_stated(world)), RING)
+        return
+    for (told,) in run(exchange_more_than_stated, RING):
+        assert "bytes, and its messages are" in told
+
+
+def _raise_first(errors: list[str]) -> None:
+    raise RuntimeError(errors[0])

@@ -125,7 +125,7 @@ class FakeGroup(Group):
 
     def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
         """Fills what comes from a peer with what goes to it, where both have one size; else with zeros."""
-        announce_exchange(self, messages, action)
+        _, rounds = announce_exchange(self, rounds, messages, action)
         with torch.no_grad():
             for sends, receives in rounds:
                 sent = dict(sends)

@@ -259,7 +259,7 @@ class TorchGroup(Group):
 
     def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
         """Runs `rounds` in the communication thread; on a GPU, on the group's own stream."""
-        return self._run_rounds(announce_exchange(self, messages, action), rounds)
+        return self._run_rounds(*announce_exchange(self, rounds, messages, action))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrites `tensor` with that of the rank at index `source` of the group."""

@@ -379,7 +379,8 @@ class ThreadGroup(Group):
 
     def exchange(self, rounds: Rounds, messages: Sequence[ExchangedMessage], *, action: str = "") -> Work:
         """Runs the rounds of all ranks in turn, in the thread of the last one to arrive."""
-        return self._submit(announce_exchange(self, messages, action), torch.empty(0), None, rounds=rounds)
+        call, rounds = announce_exchange(self, rounds, messages, action)
+        return self._submit(call, torch.empty(0), None, rounds=rounds)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrites `tensor` with that of the rank at index `source` of the group."""

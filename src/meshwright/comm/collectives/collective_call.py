@@ -17,7 +17,7 @@ from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
 from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import ExchangedMessage, Group
+from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, STRATEGY_AXES, Mesh, in_mesh_order
@@ -122,8 +122,14 @@ def announce_rows(
     return call
 
 
-def announce_exchange(group: Group, messages: Sequence[ExchangedMessage], action: str) -> CollectiveCall:
-    """Returns the exchange that this rank of `group` is about to take part in; records its messages."""
+def announce_exchange(
+    group: Group, rounds: Rounds, messages: Sequence[ExchangedMessage], action: str
+) -> tuple[CollectiveCall, Rounds]:
+    """Returns the exchange that this rank of `group` is about to take part in, and its rounds; records its
+    messages.
+
+    The rounds end with a RuntimeError if they have sent other bytes than the messages say, and so the ledger.
+    """
     call = CollectiveCall(EXCHANGE, tuple(each.nbytes for each in messages), torch.uint8, action=action)
     entries = [
         LedgerEntry(
@@ -138,7 +144,17 @@ def announce_exchange(group: Group, messages: Sequence[ExchangedMessage], action
         for each in messages
     ]
     _record(group, call, *entries)
-    return call
+    return call, _counted(rounds, sum(each.sent_nbytes for each in entries), action)
+
+
+def _counted(rounds: Rounds, stated: float, action: str) -> Rounds:
+    sent = 0
+    for sends, receives in rounds:
+        sent += sum(each.numel() * each.itemsize for _, each in sends)
+        yield sends, receives
+    if abs(sent - stated) > 0.5:  # stated as a float
+        text = f"{action or 'an exchange'} has sent {sent} bytes, and its messages are {stated:g} bytes"
+        raise RuntimeError(f"{text}. State in the messages what the rounds send")
 
 
 def _record(group: Group, call: CollectiveCall, *entries: LedgerEntry) -> None:

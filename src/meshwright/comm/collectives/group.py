@@ -178,7 +178,8 @@ class Group(ABC):
 
         `rounds` yields what this rank sends and where it receives, as flat tensors, and continues when all of
         that has been delivered; all ranks yield the matching rounds. Together they carry out the collectives
-        `messages`, which the ledger records. Work that ends has run `rounds` to its end.
+        `messages`, which the ledger records; bytes that differ from them are an error. Work that ends has run
+        `rounds` to its end.
         """
 
     @abstractmethod
