@@ -23,6 +23,7 @@ class Even:
     call_backward_s: float = 0.0
     rich_s: float = 0.0
     late: float = 0.0
+    coding_s: float | None = None
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
@@ -35,6 +36,9 @@ class Even:
 
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
         return (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0) + output_numel * self.rich_s
+
+    def coding_seconds(self, codec: str, numel: float) -> float | None:
+        return None if self.coding_s is None else self.coding_s * numel
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         return self.late * seconds * (num_ranks - 1)
@@ -59,11 +63,12 @@ def ground(
     cores: int = 0,
     rich: float = 0.0,
     late: float = 0.0,
+    coding: float | None = None,
 ) -> ExecutionTarget:
     """A ground of such a device and such links, on which calls come one after the other."""
     return ExecutionTarget(
         "even",
-        Even(flops, moved, call_s, call_s, rich, late),
+        Even(flops, moved, call_s, call_s, rich, late, coding),
         Evenly(links),
         async_launch=False,
         cores_per_host=cores,

@@ -124,6 +124,12 @@ class Strategy(ABC):
         """
         return program
 
+    def coded_numel(self, action: Action, view: RankView) -> int:
+        """Returns how many elements this technique codes for `action` on the rank of `view`, with the codec
+        of its mode; that takes time beside the messages.
+        """
+        return 0
+
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         """Returns the tensors that this technique keeps from step to step, on the rank of `view`."""
         return ()

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.plan.job.errors import PlanError
+from meshwright.planner.machine.device_profile import ElementwiseTiming
 from tests.planner.machine.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
 
 FOUND = profile()
@@ -110,3 +111,12 @@ def test_every_error_is_reported():
     expected += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
     assert all(any(part in each for each in messages) for part in expected), messages
     assert all(diagnostic.fix for diagnostic in wrong.diagnostics())
+
+
+def test_a_codec_takes_its_seconds_per_element_and_one_that_was_not_measured_none():
+    profile = replace(FOUND, codings=(ElementwiseTiming("int8", 2e-9),))
+    assert profile.coding_seconds("int8", 1e6) == pytest.approx(2e-3)
+    assert profile.coding_seconds("sign", 1e6) is None
+    assert not list(profile.diagnostics())
+    wrong = replace(FOUND, codings=(ElementwiseTiming("int8", 0.0),))
+    assert [each.location for each in wrong.diagnostics()] == ["codings.0.seconds"]

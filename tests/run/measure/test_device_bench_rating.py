@@ -28,6 +28,7 @@ def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
     )
     assert [each.nbytes for each in found.memory_ops] == [4096, 65536]
     assert {each.operation for each in found.elementwise_ops} == set(COMPUTE_HEAVY_OPS)
+    assert {"int8", "sign"} <= {each.operation for each in found.codings}
     assert 0 < found.call_s < 1e-2
     assert len(found.slices) == jitter.SLICES_PER_BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}

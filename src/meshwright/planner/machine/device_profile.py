@@ -99,7 +99,8 @@ class DeviceProfile:
     one process, and `memory` is its fraction. `call_s` and `call_backward_s` are the minimum of any
     operation, forward (recorded for a backward) and backward. `host_link_rate` is that of copies to and from
     host memory, `host_memory_rate` that of AdamW there, bytes/s for each process; `host_memory` are the bytes
-    of the whole host. The rate of disks is not measured: whoever knows it writes it; 0: unknown.
+    of the whole host. The rate of disks is not measured: whoever knows it writes it; 0: unknown. `codings`
+    are the seconds of one element of a gradient that a codec codes, sums and decodes on this rank, by mode.
     """
 
     date: str
@@ -116,6 +117,7 @@ class DeviceProfile:
     memory_ops: tuple[MemoryOpTiming, ...]
     elementwise_ops: tuple[ElementwiseTiming, ...] = ()
     straggler_samples: tuple[StragglerSample, ...] = ()
+    codings: tuple[ElementwiseTiming, ...] = ()
     host_link_rate: float = 0.0
     disk_rate: float = 0.0
     host_memory_rate: float = 0.0
@@ -168,6 +170,11 @@ class DeviceProfile:
         """
         return straggler_delay(self.straggler_samples, seconds, num_ranks)
 
+    def coding_seconds(self, codec: str, numel: float) -> float | None:
+        """Returns the seconds of `codec` for a sum of `numel` elements; None if it was not measured."""
+        seconds = {each.operation: each.seconds for each in self.codings}.get(codec)
+        return None if seconds is None else seconds * numel
+
     def _memory_seconds(self, nbytes: float) -> float:
         timings = self._sorted_memory_ops
         if nbytes <= timings[0].nbytes:
@@ -217,7 +224,10 @@ class DeviceProfile:
             unit = "bytes" if name == "host_memory" else "bytes per second"
             if not 0 <= vars(self)[name] < inf:
                 yield Diagnostic(f"{name} {vars(self)[name]}", f"write {unit}, or leave it out", name)
-        for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "straggler_samples"):
+        for name in (
+            *("matmuls", "attention", "memory_ops", "elementwise_ops", "straggler_samples"),
+            "codings",
+        ):
             for number, timing in enumerate(vars(self)[name]):
                 yield from _timing_diagnostics(timing, f"{name}.{number}")
         for name, timings in (("matmuls", self.matmuls), ("attention", self.attention)):

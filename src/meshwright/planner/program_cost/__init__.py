@@ -6,5 +6,6 @@ network_time       seconds of collectives and messages
 core_contention    ranks that share the cores of a host
 straggler_waits    waits for the slowest rank of a collective
 prediction         seconds of a step, and where they go
+compression_gain   from which link speed on compressed sums pay
 rank_memory        bytes of the model states, and the peak of a step
 """

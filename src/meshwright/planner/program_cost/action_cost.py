@@ -10,7 +10,7 @@
     PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP
                     the bytes of gradients, weights and optimizer states that they read and write
     REDUCE, UNSHARD, SEND ...
-                    seconds on the network (network_time.py)
+                    seconds on the network (network_time.py), and those in which the rank codes what it sends
     copy_in, copy_out, disk, host
                     bytes over the rate of what the stream occupies (plan/hardware/streams.py)
 
@@ -23,7 +23,7 @@ few times; the prediction then has a note about it.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -107,9 +107,20 @@ class ActionCosts:
             return ActionCost(0.0, nbytes / self.target.copy_rates[stream.resource] if nbytes else 0.0)
         transfer_s = 0.0 if action.transfer is None else self._transfer_seconds(action.transfer)
         if stream.starts_work:
-            return ActionCost(0.0, transfer_s)
+            return ActionCost(0.0, transfer_s + (self.coding_seconds(action) or 0.0))
         compute_s = self.target.slowdown * (self._compute_seconds(action) + self._layout_copy_seconds(action))
         return ActionCost(compute_s, transfer_s + self._inner_comm_seconds(action))
+
+    def coding_seconds(self, action: Action) -> float | None:
+        """Returns the seconds in which the rank codes and decodes what `action` sends; None: unknown."""
+        total = 0.0
+        for strategy in self._plan.strategies:
+            numel = strategy.coded_numel(action, self._view)
+            seconds = self.target.device_time.coding_seconds(strategy.mode, numel) if numel else 0.0
+            if seconds is None:
+                return None
+            total += seconds
+        return self.target.slowdown * total
 
     def _compute_seconds(self, action: Action) -> float:
         kind = action.kind
@@ -383,6 +394,11 @@ class ActionCosts:
                 for message in transfer.messages
             )
         return self._cached_transfers[transfer]
+
+    def exact_and_coded_seconds(self, transfer: Transfer) -> tuple[float, float]:
+        """Returns the seconds of `transfer` on the network: carried by itself, and as it is carried."""
+        exact = replace(transfer, carried_by=(), carried_from=0)
+        return self._transfer_seconds(exact), self._transfer_seconds(transfer)
 
     def member_axes(self, transfer: Transfer) -> frozenset[str]:
         """Returns the mesh axes of `transfer` that have several ranks."""

@@ -54,6 +54,9 @@ class DeviceTime(Protocol):
         elements.
         """
 
+    def coding_seconds(self, codec: str, numel: float) -> float | None:
+        """Returns the seconds in which a rank codes and decodes a sum of `numel` elements; None: unknown."""
+
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """Returns how far the slowest of `num_ranks` devices is behind their mean after `seconds` of work."""
 
@@ -87,6 +90,10 @@ class RatedDeviceTime:
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
         """Returns the seconds of reading and writing `nbytes`; arithmetic is hidden by memory."""
         return memory_op_seconds(self.machine, nbytes)
+
+    def coding_seconds(self, codec: str, numel: float) -> float | None:
+        """Returns None: no maker says it."""
+        return None
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """Returns 0: jitter was not measured.

@@ -20,6 +20,7 @@ from meshwright.plan.step.program import Action, Program, with_waits
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
 from meshwright.plan.step.single_device_program import spans_roles
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
+from meshwright.planner.program_cost.compression_gain import compression_notes
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
@@ -93,7 +94,7 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = target.peak_flops.get(plan.job.precision.compute)
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
-    notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)))
+    notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)), *compression_notes(plan, target))
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes)
 
 

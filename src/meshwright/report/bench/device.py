@@ -1,12 +1,13 @@
 """Tables of a device profile, beside the fitted cost model."""
 
+from collections.abc import Sequence
 from statistics import median
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.planner.machine.device_profile import DeviceProfile
+from meshwright.planner.machine.device_profile import DeviceProfile, ElementwiseTiming
 from meshwright.report.table import Column, Table
 
 SPREAD, ERROR = Column("spread", "{:.0f} %"), Column("fit", "{:+.0f} %")
@@ -16,7 +17,11 @@ MAX_SPREAD = 0.2  # a median spread above this: the machine was busy with someth
 def profile_view(profile: DeviceProfile) -> RenderableType:
     """Returns how it was measured, the error of the fit, then matmuls, attention and memory."""
     tables = [_summary(profile), _matmuls(profile), _attention(profile), _memory_ops(profile)]
-    return Group(*tables, *([_elementwise_ops(profile)] if profile.elementwise_ops else []))
+    titles = {
+        "element-wise operations with much computation: ns per element": profile.elementwise_ops,
+        "compressed gradients, coded and decoded: ns per element": profile.codings,
+    }
+    return Group(*tables, *(_elementwise(title, timings) for title, timings in titles.items() if timings))
 
 
 def _summary(profile: DeviceProfile) -> Table:
@@ -105,11 +110,11 @@ def _memory_ops(profile: DeviceProfile) -> Table:
     )
 
 
-def _elementwise_ops(profile: DeviceProfile) -> Table:
+def _elementwise(title: str, timings: Sequence[ElementwiseTiming]) -> Table:
     return Table(
         ["operation", Column("ns", "{:.3g}"), SPREAD],
-        [(each.operation, 1e9 * each.seconds, 100 * each.spread) for each in profile.elementwise_ops],
-        title="element-wise operations with much computation: ns per element",
+        [(each.operation, 1e9 * each.seconds, 100 * each.spread) for each in timings],
+        title=title,
     )
 
 

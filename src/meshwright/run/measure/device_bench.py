@@ -11,6 +11,7 @@ quartiles is the spread.
     elementwise_ops  operations that compute much for each number (tanh, random numbers ...)
     call             a chain of operations on one number
     slices           matrix products, one after another: the jitter of the device
+    codings          codecs of compressed gradients (coding_bench.py)
     host             copies between host and device, and AdamW on the host (host_bench.py)
 
 Most elementwise operations take the time of their memory traffic. On a CPU a tanh takes ten times as long
@@ -35,6 +36,7 @@ from meshwright.planner.machine.device_profile import (
     MatmulTiming,
     MemoryOpTiming,
 )
+from meshwright.run.measure.coding_bench import coding_operations, coding_points
 from meshwright.run.measure.host_bench import host_rates
 from meshwright.run.measure.jitter import time_slices
 from meshwright.run.measure.operation_timer import (
@@ -161,6 +163,7 @@ class DeviceTimings:
     slices: tuple[float, ...]
     call_s: float
     call_backward_s: float
+    codings: tuple[ElementwiseTiming, ...] = ()
     host_link_rate: float = 0.0
     host_memory_rate: float = 0.0
 
@@ -225,10 +228,10 @@ def time_device(
     numel, operations = compute_heavy_operations(device)
     computed = compute_heavy_points(time_operations(watch, operations), numel, median(forwards))
     found = tuple(products), tuple(attention), tuple(moved), tuple(computed)
+    coded = tuple(coding_points(time_operations(watch, coding_operations(device))))
     rates = host_rates(watch, quick=quick)
-    return DeviceTimings(
-        *found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards), *rates
-    )
+    slices = time_slices(device, barrier, quick=quick)
+    return DeviceTimings(*found, slices, median(forwards), median(backwards), coded, *rates)
 
 
 def matmul_operations(

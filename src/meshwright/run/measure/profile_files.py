@@ -8,7 +8,7 @@ device.toml is written by `meshwright bench device` for people, and read by the 
     call_s, call_backward_s                                         the least seconds of an operation
     host_link_rate, host_memory_rate, host_memory                   copies, AdamW, bytes/s; the host's bytes
     disk_rate                                                       bytes/s, where somebody wrote it
-    matmuls, attention, memory_ops, elementwise_ops, straggler_samples    the measurements:
+    matmuls, attention, memory_ops, elementwise_ops, codings, straggler_samples      the measurements:
                                                                     planner/machine/device_profile.py
 """
 
@@ -99,6 +99,7 @@ TABLE_COMMENTS = {
     "attention": "fused attention without a mask: seconds, backward alone",
     "memory_ops": "operations that only read and write: bytes of both together, bytes/s",
     "elementwise_ops": "operations that compute much for each number: seconds of one",
+    "codings": "codecs of compressed gradients: seconds of one element, coded, summed and decoded",
     "straggler_samples": "work of so many seconds: how far the later of two is behind their mean, as a share",
 }
 

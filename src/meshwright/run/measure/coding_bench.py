@@ -1,0 +1,58 @@
+"""Measures how long a rank codes a gradient, sums what arrives, and decodes: seconds per element, by codec.
+
+measured    the rounds of an all-reduce of 2^20 elements between two ranks, as rank 0 runs them, with what
+            is owed; messages are not sent: what arrives is what was sent
+codecs      each mode of `compress` with its usual options. One that keeps states of its own (the factors
+            of PowerSGD) takes a time that depends on shapes, and is left out: its seconds stay unknown
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import torch
+
+from meshwright.comm.tuning.allreduce_bench import relative_spread
+from meshwright.parallel import STRATEGIES
+from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
+from meshwright.parallel.compression.gradient_compression import GradientCompression
+from meshwright.parallel.compression.residuals import CodedOperand
+from meshwright.plan.step.program import Transfer
+from meshwright.planner.machine.device_profile import ElementwiseTiming
+from meshwright.run.measure.operation_timer import Operation
+
+NUMEL, NUM_RANKS, AXIS, PARAM = 1 << 20, 2, "dp_replicate", "weight"
+
+
+def coding_operations(device: torch.device) -> dict[str, Operation]:
+    """Returns an operation for each codec, by mode; each codes and decodes NUMEL elements."""
+    codecs = (strategy_class() for strategy_class in STRATEGIES[GradientCompression.name].values())
+    return {
+        each.mode: _coding(each, device)
+        for each in codecs
+        if isinstance(each, GradientCompression) and type(each).states is GradientCompression.states
+    }
+
+
+def coding_points(samples: Mapping[str, Sequence[float]]) -> list[ElementwiseTiming]:
+    """Returns the seconds per element of samples of `coding_operations`."""
+    return [
+        ElementwiseTiming(mode, median(seen) / NUMEL, relative_spread(seen)) for mode, seen in samples.items()
+    ]
+
+
+def _coding(codec: GradientCompression, device: torch.device) -> Operation:
+    gradient, values = torch.randn(NUMEL, device=device), torch.empty(NUMEL, device=device)
+    owed, by_param = {PARAM: torch.zeros_like(values)}, {PARAM: values}
+    transfer = Transfer("all_reduce", (AXIS,), NUMEL * values.itemsize)
+    coded_sum = CodedSum(transfer, NUM_RANKS, ((CodedPart(PARAM, (NUMEL,), 0, NUMEL, 0),),))
+
+    def run() -> None:
+        values.copy_(gradient)
+        operand = CodedOperand(coded_sum, values, by_param, values, 0, key=0, owed=owed, kept=owed)
+        operand.add_owed()
+        for sends, receives in codec.sum_rounds(operand):
+            sent = dict(sends)
+            for peer, place in receives:
+                place.copy_(sent[peer])
+
+    return run

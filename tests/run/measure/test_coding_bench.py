@@ -1,0 +1,36 @@
+"""The time of codecs: which ones are measured, that they do what a rank does, and what the samples mean."""
+
+import torch
+
+from meshwright.parallel import STRATEGIES
+from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.run.measure.coding_bench import NUMEL, coding_operations, coding_points
+
+
+def test_every_codec_without_states_of_its_own_is_measured():
+    operations = coding_operations(torch.device("cpu"))
+    assert {"cast", "int8", "int4", "sign"} <= operations.keys() <= STRATEGIES["compress"].keys()
+    assert "powersgd" not in operations
+
+
+def test_an_operation_codes_and_decodes_every_element(monkeypatch):
+    counted = {"encoded": 0, "decoded": 0}
+    encode, decode = Int8Compression.encode_in_place, Int8Compression.decode_into
+
+    def counting_encode(self, values, codes, draws):
+        counted["encoded"] += len(values)
+        encode(self, values, codes, draws)
+
+    def counting_decode(self, codes, values, *, add):
+        counted["decoded"] += len(values)
+        decode(self, codes, values, add=add)
+
+    monkeypatch.setattr(Int8Compression, "encode_in_place", counting_encode)
+    monkeypatch.setattr(Int8Compression, "decode_into", counting_decode)
+    coding_operations(torch.device("cpu"))["int8"]()
+    assert counted == {"encoded": NUMEL + NUMEL // 2, "decoded": 2 * NUMEL}
+
+
+def test_samples_become_seconds_of_one_element():
+    (point,) = coding_points({"int8": [2.0 * NUMEL, 1.0 * NUMEL, 3.0 * NUMEL]})
+    assert (point.operation, point.seconds) == ("int8", 2.0)
