@@ -1,0 +1,63 @@
+"""The curves of codecs: what is compared with what, and when the claim holds."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks.compression.compression_curves import (
+    CODECS,
+    EXACT_STEPS,
+    STEPS,
+    make_request,
+    result,
+    share_of_bar,
+    verdicts,
+)
+from meshwright.parallel import STRATEGIES
+from meshwright.verifier.loss_curves import LossCurve
+
+EXACT = (2.0, 2.02, 1.98)
+
+
+def curves(gaps: Mapping[str, float]) -> list[tuple[str, LossCurve]]:
+    """Curves whose exact runs end at EXACT, and each codec a share of 2.0 above them."""
+    return [
+        (mode, LossCurve(seed, not mode, (5.0, last + 2.0 * gap), (5.0, last + 2.0 * gap)))
+        for seed, last in enumerate(EXACT)
+        for mode, gap in {"": 0.0, **gaps}.items()
+    ]
+
+
+def test_each_codec_is_compared_with_the_exact_run_of_its_seed():
+    found = verdicts(curves({"int8": 0.01, "sign": -0.01}), 2)
+    assert list(found) == ["int8", "sign"]
+    assert found["int8"].gaps == pytest.approx([0.01] * 3)
+    assert found["sign"].gap == pytest.approx(-0.01)
+    assert found["int8"].spread == pytest.approx(0.02)
+
+
+def test_bars_are_the_spread_or_a_share_of_the_loss():
+    found = verdicts(curves({"int8": 0.01, "sign": 0.01, "powersgd": 0.02, "int4": -0.1}), 2)
+    shares = {mode: share_of_bar(mode, each) for mode, each in found.items()}
+    assert shares == pytest.approx({"int8": 0.5, "sign": 0.5, "powersgd": 2.0, "int4": 0.0})
+
+
+@pytest.mark.parametrize(("powersgd", "holds"), [(0.009, True), (0.011, False)])
+def test_the_claim_holds_if_every_codec_with_a_bar_is_below_it(powersgd: float, holds: bool):
+    gaps = {"int8": 0.001, "int4": 0.5, "sign": 0.0, "topk": 0.001, "powersgd": powersgd}
+    found = result(verdicts(curves(gaps), STEPS))
+    assert found.holds is holds
+    assert found.median == pytest.approx(powersgd / 0.01)
+    assert json.dumps(found.detail)
+    assert found.detail["codecs"]["int4"]["bar"] is None
+
+
+def test_codecs_that_exist_take_their_options(tmp_path):
+    modes = STRATEGIES["compress"]
+    for mode, codec in CODECS.items():
+        if mode in modes:
+            assert modes[mode](**codec.options).mode == mode
+    request = make_request(tmp_path, 1, STEPS)
+    assert (request.job.train.seed, request.job.train.steps) == (1, STEPS)
+    assert EXACT_STEPS < STEPS / 5
