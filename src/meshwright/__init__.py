@@ -33,7 +33,7 @@ _MODULES = {
     "meshwright.parallel.compression.int4": ("Int4Compression",),
     "meshwright.parallel.compression.int8": ("Int8Compression",),
     "meshwright.parallel.compression.powersgd": ("PowerSGDCompression",),
-    "meshwright.parallel.compression.quantized_weights": ("QuantizedWeights",),
+    "meshwright.parallel.data.quantized_weights": ("QuantizedWeights",),
     "meshwright.parallel.compression.sign": ("SignCompression",),
     "meshwright.parallel.compression.topk": ("TopKCompression",),
     "meshwright.parallel.context.hybrid": ("HybridContextParallel",),

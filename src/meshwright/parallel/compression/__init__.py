@@ -1,4 +1,4 @@
-"""Techniques that send fewer bytes: gradients are summed, weights gathered, and activations travel, as codes.
+"""Techniques that send fewer bytes: gradients are summed, and activations travel, as codes.
 
 activation_compression which activations travel as codes, and their gradients
 block_codes            codes of chunks of elements, with what they all share
@@ -8,7 +8,6 @@ gradient_compression   which gradients are summed as codes, along which axis, an
 int4                   codes of four bits, with a scale per block
 int8                   codes of one byte, with a scale per block
 powersgd               matrices as two thin factors
-quantized_weights      weights that are gathered as codes of exact masters
 residuals              what codes have lost, kept until the step is known to count
 sign                   codes of one bit, with a scale per block
 sliced_sums            sums of codes: one rank adds up each slice
