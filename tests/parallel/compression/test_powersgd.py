@@ -1,12 +1,14 @@
-"""Factors of gradient matrices: the bytes of the law, projections, what is kept, and sums in every arrangement."""
+"""Factors of gradient matrices: the bytes of the law, projections, what is kept, and every arrangement."""
 
+from collections.abc import Callable, Sequence
 from math import prod
 
 import pytest
 import torch
 
 import meshwright as mw
-from meshwright.comm.collectives.group import ExchangedMessage, World
+from meshwright.comm.collectives.group import ExchangedMessage, Rounds, World
+from meshwright.parallel.compression import powersgd
 from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.powersgd import (
     FACTOR,
@@ -28,7 +30,7 @@ from tests.parallel.compression.coded_plans import (
     coded_sum,
     hybrid,
 )
-from tests.tiny_model import tiny_job
+from tests.tiny_model import case_of, tiny_job, verdict_of
 
 AXIS = ("dp_replicate",)
 SHAPES = {"wide": (6, 20), "bias": (7,), "tall": (30, 6), "conv": (8, 3, 3), "small": (2, 2), "scalar": ()}
@@ -38,13 +40,12 @@ EXACT = 7 + 4 + 1
 
 def first_states(codec: PowerSGDCompression, summed: CodedSum, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    matrices = FactorLayout.of(summed.parts, codec.rank).matrices
-    return {
-        each.state_key: torch.randn(codec.rank, each.columns, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-        for each in matrices
+    sizes = {
+        each.state_key: (codec.rank, each.columns)
+        for each in FactorLayout.of(summed.parts, codec.rank).matrices
     }
+    wide = torch.float64
+    return {key: torch.randn(*size, generator=generator, dtype=wide).to(dtype) for key, size in sizes.items()}
 
 
 def gradient(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -202,3 +203,92 @@ def test_what_cannot_be_is_refused_with_a_repair(options: dict[str, object], tol
         mw.make_plan(ANALYZED, tiny_job(), mesh, (*strategies, PowerSGDCompression(**options)))
     assert told in str(refused.value)
     assert fix in str(refused.value)
+
+
+def stale_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PowerSGDCompression, "_keep_factors", staticmethod(lambda *args: None))
+
+
+def factors_of_the_next_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = PowerSGDCompression._keep_factors
+
+    def faulty(operand: CodedOperand, layout: FactorLayout, factors: Sequence[torch.Tensor]) -> None:
+        keep(operand, layout, [each.roll(1, 1) for each in factors])
+
+    monkeypatch.setattr(PowerSGDCompression, "_keep_factors", staticmethod(faulty))
+
+
+def factors_that_drift_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = PowerSGDCompression._keep_factors
+
+    def faulty(operand: CodedOperand, layout: FactorLayout, factors: Sequence[torch.Tensor]) -> None:
+        keep(operand, layout, factors)
+        for each in operand.after.values() if operand.index == 1 else ():
+            each[0, 0] += 0.1
+
+    monkeypatch.setattr(PowerSGDCompression, "_keep_factors", staticmethod(faulty))
+
+
+def rows_of_norm_one_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(powersgd, "orthonormal_rows", lambda rows: rows / rows.norm(dim=-1, keepdim=True))
+
+
+def mean_for_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = powersgd.summed_in_order
+
+    def faulty(values: torch.Tensor, index: int, num_ranks: int) -> Rounds:
+        yield from summed(values, index, num_ranks)
+        values /= num_ranks
+
+    monkeypatch.setattr(powersgd, "summed_in_order", faulty)
+
+
+def rank_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = powersgd.summed_in_order
+
+    def faulty(values: torch.Tensor, index: int, num_ranks: int) -> Rounds:
+        values *= index != 1
+        yield from summed(values, index, num_ranks)
+
+    monkeypatch.setattr(powersgd, "summed_in_order", faulty)
+
+
+def factors_swapped_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = FactorLayout.second_factors
+    monkeypatch.setattr(
+        FactorLayout, "second_factors", lambda self, message: [each.flip(0) for each in split(self, message)]
+    )
+
+
+def residual(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
+    keep = CodedOperand.keep_residual
+
+    def faulty(operand: CodedOperand) -> None:
+        keep(operand)
+        for each in operand.kept.values():
+            each.mul_(factor)
+
+    return lambda monkeypatch: monkeypatch.setattr(CodedOperand, "keep_residual", faulty)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "residual dropped": residual(0.0),
+    "residual doubled": residual(2.0),
+    "residual of the wrong sign": residual(-1.0),
+    "stale Q": stale_factors,
+    "Q of another column": factors_of_the_next_matrix,
+    "Q drifts on one rank": factors_that_drift_on_one_rank,
+    "rows are not orthogonal": rows_of_norm_one_only,
+    "mean for sum": mean_for_sum,
+    "a rank is left out": rank_left_out,
+    "Q in another order than U": factors_swapped_between_rows,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
+def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pytest.MonkeyPatch):
+    FAULTS[fault](monkeypatch)
+    plan = coded_plan(PowerSGDCompression(rank=2, params=("embed.*", "head.*")), arrangement)
+    verdict = verdict_of(case_of(ANALYZED, plan), steps=3)
+    assert not verdict.passed, fault

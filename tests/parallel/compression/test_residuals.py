@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.powersgd import PowerSGDCompression
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
@@ -25,7 +27,7 @@ def local(world: World, executor: StepExecutor) -> dict[str, torch.Tensor]:
     return {key: value[list(rows)] for key, value in BATCH.items()}
 
 
-def residuals(executor: StepExecutor) -> dict[str, torch.Tensor]:
+def states(executor: StepExecutor) -> dict[str, torch.Tensor]:
     found = executor.state.strategy_tensors.of("compress")
     return {key: each.clone() for key, each in found.items()}
 
@@ -41,14 +43,18 @@ def on_ranks(plan: Plan, play: Callable[[World, StepExecutor], object]) -> list:
     return run_on_threads(run, plan.mesh)
 
 
+CODECS = {"int8": Int8Compression(), "powersgd": PowerSGDCompression(rank=1)}
+
+
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
-def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str):
-    plan = coded_plan(Int8Compression(), arrangement, guard=LossGuard("skip", window=2))
+def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str, codec: str):
+    plan = coded_plan(CODECS[codec], arrangement, guard=LossGuard("skip", window=2))
 
     def play(world: World, executor: StepExecutor) -> None:
         for _ in range(2):
             executor.step(local(world, executor))
-        before = residuals(executor)
+        before = states(executor)
         assert any(each.any() for each in before.values())
         with torch.no_grad():
             kept = executor.state.flat_params, executor.state.trained_module.parameters
@@ -56,21 +62,22 @@ def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str):
                 parameter.mul_(float("nan")) if parameter.is_leaf and parameter.dim() == 1 else None
         metrics = executor.step(local(world, executor))
         assert metrics.is_skipped
-        after = residuals(executor)
+        after = states(executor)
         assert all(torch.equal(before[key], after[key]) for key in before)
 
     on_ranks(plan, play)
 
 
-def test_a_step_in_which_nothing_counts_keeps_every_bit():
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_step_in_which_nothing_counts_keeps_every_bit(codec: str):
     def play(world: World, executor: StepExecutor) -> None:
         executor.step(local(world, executor))
-        before = residuals(executor)
+        before = states(executor)
         assert executor.step(None).is_skipped
-        after = residuals(executor)
+        after = states(executor)
         assert all(torch.equal(before[key], after[key]) for key in before)
 
-    on_ranks(coded_plan(Int8Compression()), play)
+    on_ranks(coded_plan(CODECS[codec]), play)
 
 
 def owed(folder: Path) -> dict[str, torch.Tensor]:
@@ -79,21 +86,62 @@ def owed(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value.sum(0) for name, value in found.items()}
 
 
-def test_other_ranks_owe_the_same_in_sum(tmp_path: Path):
-    plan = coded_plan(Int8Compression())
-
+def save_after_two_steps(plan: Plan, folder: Path) -> None:
     def save(world: World, executor: StepExecutor) -> None:
         for _ in range(2):
             executor.step(local(world, executor))
-        save_tensors(tmp_path, 2, executor.state_dict(), {}, world.group(AXES), keep=9)
-
-    def load_and_save(world: World, executor: StepExecutor) -> None:
-        executor.load_state_dict(load_tensors(tmp_path / "step-00000002")[0], 2)
-        save_tensors(tmp_path / "two", 2, executor.state_dict(), {}, world.group(AXES), keep=9)
+        save_tensors(folder, 2, executor.state_dict(), {}, world.group(AXES), keep=9)
 
     on_ranks(plan, save)
-    on_ranks(plan_of(ANALYZED, 2, (*plan.strategies[:2], Int8Compression())), load_and_save)
-    before, after = owed(tmp_path / "step-00000002"), owed(tmp_path / "two" / "step-00000002")
+
+
+@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(arrangement: str, tmp_path: Path):
+    plan = coded_plan(CODECS["powersgd"], arrangement)
+    save_after_two_steps(plan, tmp_path)
+
+    def continued(world: World, executor: StepExecutor, steps: int) -> dict[str, torch.Tensor]:
+        for _ in range(steps):
+            executor.step(local(world, executor))
+        return {**executor.gather_parameters(), **states(executor)}
+
+    def resumed(world: World, executor: StepExecutor) -> dict[str, torch.Tensor]:
+        executor.load_state_dict(load_tensors(tmp_path / "step-00000002")[0], 2)
+        return continued(world, executor, 2)
+
+    straight = on_ranks(plan, lambda world, executor: continued(world, executor, 4))
+    for mine, theirs in zip(straight, on_ranks(plan, resumed), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+RESUMED = {
+    "2 ranks": lambda codec: plan_of(ANALYZED, 2, (mw.BatchSplit(), mw.DDP(), codec)),
+    "zero 2": lambda codec: coded_plan(codec, "zero 2"),
+    "hybrid": lambda codec: coded_plan(codec, "hybrid"),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "codec", "resumed", "to"),
+    [
+        ("ddp", "int8", "2 ranks", "int8"),
+        ("ddp", "powersgd", "2 ranks", "powersgd"),
+        ("ddp", "powersgd", "hybrid", "powersgd"),
+        ("hybrid", "powersgd", "zero 2", "powersgd"),
+        ("zero 2", "int8", "hybrid", "powersgd"),
+    ],
+)
+def test_other_ranks_stages_and_codecs_owe_the_same_in_sum(
+    saved: str, codec: str, resumed: str, to: str, tmp_path: Path
+):
+    def load_and_save(world: World, executor: StepExecutor) -> None:
+        executor.load_state_dict(load_tensors(tmp_path / "step-00000002")[0], 2)
+        save_tensors(tmp_path / "other", 2, executor.state_dict(), {}, world.group(AXES), keep=9)
+
+    save_after_two_steps(coded_plan(CODECS[codec], saved), tmp_path)
+    on_ranks(RESUMED[resumed](CODECS[to]), load_and_save)
+    before, after = owed(tmp_path / "step-00000002"), owed(tmp_path / "other" / "step-00000002")
     assert any(each.any() for each in before.values())
     for name, each in before.items():
         torch.testing.assert_close(after[name], each, rtol=1e-12, atol=1e-15)

@@ -121,10 +121,8 @@ class PowerSGDCompression(GradientCompression):
                 shard.dim_split.local_shape(shape, index, shard.num_ranks)
                 for shape, index in product(shapes, indices)
             ]
-        sides = [matrix_sides(shape) for shape in shapes]
-        return max(
-            (columns for rows, columns in sides if pays(self.rank, rows, columns, rows * columns)), default=0
-        )
+        sides = (matrix_sides(shape) for shape in shapes)
+        return max((each[1] for each in sides if pays(self.rank, *each, prod(each))), default=0)
 
     def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
         width = _width(coded_sum)
@@ -147,7 +145,7 @@ class PowerSGDCompression(GradientCompression):
         return _width(coded_sum) * (numels[0] + max(numels[0], 2 * sum(numels[1:])))
 
     def _slice_numels(self, coded_sum: CodedSum) -> Iterator[int]:
-        """Yields the numbers of a slice of each message: of P and exact elements, and of Q, if there is any."""
+        """Yields the numbers in a slice of P with exact elements, and in one of Q, if there is any."""
         layouts = [FactorLayout.of(parts, self.rank) for parts in coded_sum.shards]
         for numel in (max(each.first_numel for each in layouts), max(each.second_numel for each in layouts)):
             if numel:
@@ -280,7 +278,7 @@ class CodedMatrix:
         return f"{FACTOR}/{self.part.name}"
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
-        """Yields elements `begin` to `end` of the parameter: the end of a row, whole rows, the begin of one."""
+        """Yields elements `begin` to `end` of the parameter: a part of a row, whole rows, a part of one."""
         while begin < end:
             row, column = divmod(begin, self.columns)
             whole = (end - begin) // self.columns if column == 0 else 0
