@@ -223,8 +223,8 @@ def factors_that_drift_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def faulty(operand: CodedOperand, layout: FactorLayout, factors: Sequence[torch.Tensor]) -> None:
         keep(operand, layout, factors)
-        for each in operand.after.values() if operand.index == 1 else ():
-            each[0, 0] += 0.1
+        for key, each in operand.after.items() if operand.index == 1 else ():
+            each.view(-1)[0] += 0.1 * key.startswith(FACTOR)
 
     monkeypatch.setattr(PowerSGDCompression, "_keep_factors", staticmethod(faulty))
 
@@ -286,9 +286,9 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("arrangement", ["ddp", "zero 2", "hybrid"])
+@pytest.mark.parametrize("arrangement", ["ddp", "hybrid"])
 def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pytest.MonkeyPatch):
     FAULTS[fault](monkeypatch)
     plan = coded_plan(PowerSGDCompression(rank=2, params=("embed.*", "head.*")), arrangement)
-    verdict = verdict_of(case_of(ANALYZED, plan), steps=3)
+    verdict = verdict_of(case_of(ANALYZED, plan), steps=2)
     assert not verdict.passed, fault

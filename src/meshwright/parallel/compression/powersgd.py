@@ -6,11 +6,11 @@ factors of a sum are sums of factors, so that they can be summed without being d
 the directions is owed, and comes when it has grown strong.
 
     M_i          gradient + residual of rank i, rows x columns          Q   rank x columns, kept, equal on all
-    P = sum_i Q M_i^T               rank x rows, all_reduce
-    U = orthonormal rows of P       on every rank, in float32: the same bits
-    Q_i = U M_i                     rank x columns
-    residual_i = M_i - U^T Q_i      what rank i owes
-    Q = sum_i Q_i                   all_reduce; applied: U^T Q = U^T U sum_i M_i
+    P = sum_i M_i Q^T               rows x rank, all_reduce
+    U = orthonormal columns of P    on every rank, in float32: the same bits
+    Q_i = U^T M_i                   rank x columns
+    residual_i = M_i - U Q_i        what rank i owes
+    Q = sum_i Q_i                   all_reduce; applied: U Q = U U^T sum_i M_i
 
     sent per rank = 2 (n-1)/n * 4 * (rank (rows + columns) + exact)    over all matrices; each message is
                                                                        padded to a multiple of n numbers
@@ -26,8 +26,8 @@ has no elements; each shard has a Q of its own, and messages have the size of th
                | a a b b |                  | a a 0 0 |                  | b b b b |
                | b b b b |
 
-A row of P that its predecessors explain to sqrt(eps) becomes 0 in U, and keeps its row of Q: a matrix of
-zeros, or of a smaller rank, changes nothing. Rows of Q are scaled to 1 at most, so that gradients of any
+A column of P that its predecessors explain to sqrt(eps) becomes 0 in U, and its row of Q stays: a matrix of
+zeros, or of a smaller rank, does no harm. Rows of Q are scaled to 1 at most, so that gradients of any
 magnitude fit.
 
 Cost: 4 rank numbers per element for three products; a residual of 4 bytes per element
@@ -160,19 +160,19 @@ class PowerSGDCompression(GradientCompression):
             q = operand.before[matrix.state_key]
             for piece in matrix.pieces(matrix.part.begin, matrix.part.end):
                 values = piece.of(operand.by_param[matrix.part.name], matrix.part.begin)
-                p[:, piece.rows].addmm_(q[:, piece.columns], values.T)
+                torch.mm(values, q[:, piece.columns].T, out=p[piece.rows])
         for part, place in zip(layout.exact, layout.exact_places(first), strict=True):
             place.copy_(operand.by_param[part.name])
         yield from summed_in_order(first, operand.index, operand.num_ranks)
         for batch in layout.batches(first):
-            batch.copy_(orthonormal_rows(batch))
+            batch.copy_(orthonormal_rows(batch.transpose(1, 2)).transpose(1, 2))
         factors = layout.second_factors(second[0]) if second else ()
         for matrix, u, q in zip(layout.matrices, layout.first_factors(first), factors, strict=True):
             values = operand.by_param[matrix.part.name]
             for piece in matrix.pieces(matrix.part.begin, matrix.part.end):
-                q[:, piece.columns].addmm_(u[:, piece.rows], piece.of(values, matrix.part.begin))
+                q[:, piece.columns].addmm_(u[piece.rows].T, piece.of(values, matrix.part.begin))
             for piece in matrix.pieces(matrix.part.begin, matrix.part.end):
-                piece.of(values, matrix.part.begin).addmm_(u[:, piece.rows].T, q[:, piece.columns], alpha=-1)
+                piece.of(values, matrix.part.begin).addmm_(u[piece.rows], q[:, piece.columns], alpha=-1)
         for part in layout.exact:
             operand.by_param[part.name].zero_()
         operand.keep_residual()
@@ -208,7 +208,10 @@ class PowerSGDCompression(GradientCompression):
             low, high, out = place(matrix.part)
             low, high = matrix.part.begin + low, matrix.part.begin + high
             for piece in matrix.pieces(low, high):
-                piece.of(out, low).copy_(u[:, piece.rows].T @ q[:, piece.columns])
+                if out.dtype == u.dtype:
+                    torch.mm(u[piece.rows], q[:, piece.columns], out=piece.of(out, low))
+                else:
+                    piece.of(out, low).copy_(u[piece.rows] @ q[:, piece.columns])
         for part, values in zip(layout.exact, layout.exact_places(first), strict=True):
             low, high, out = place(part)
             out.copy_(values[low:high])
@@ -324,8 +327,9 @@ class FactorLayout:
         return self.rank * sum(matrix.columns for matrix in self.matrices)
 
     def first_factors(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Returns P of each matrix, [rank, rows]."""
-        return self._split(message, [matrix.num_rows for matrix in self.matrices])
+        """Returns P of each matrix, [rows, rank]."""
+        factors = self._split(message, [matrix.num_rows for matrix in self.matrices])
+        return [each.view(-1, self.rank) for each in factors]
 
     def second_factors(self, message: torch.Tensor) -> list[torch.Tensor]:
         """Returns Q of each matrix, [rank, columns]."""
@@ -338,11 +342,11 @@ class FactorLayout:
         return list(message[first : first + sum(sizes)].split(sizes))
 
     def batches(self, message: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yields P of all matrices of equally many rows, [matrices, rank, rows]."""
+        """Yields P of all matrices of equally many rows, [matrices, rows, rank]."""
         begin = 0
         for num_rows, group in groupby(self.matrices, key=lambda each: each.num_rows):
             end = begin + len(list(group)) * self.rank * num_rows
-            yield message[begin:end].view(-1, self.rank, num_rows)
+            yield message[begin:end].view(-1, num_rows, self.rank)
             begin = end
 
     def _split(self, message: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
@@ -382,7 +386,7 @@ def orthonormal_rows(factors: torch.Tensor) -> torch.Tensor:
     0 for one that the rows before it explain.
     """
     largest = factors.abs().amax(-1, keepdim=True)
-    found = torch.where(largest == 0, 0.0, factors / largest)
+    found = torch.where(largest == 0, 0.0, factors / largest).contiguous()
     limit = torch.finfo(factors.dtype).eps ** 0.5
     for row in range(factors.shape[1]):
         rest, basis = found[:, row], found[:, :row]
