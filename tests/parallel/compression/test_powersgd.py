@@ -128,6 +128,21 @@ def test_a_matrix_of_the_rank_arrives_whole_and_zeros_change_nothing():
         assert torch.equal(states[f"{FACTOR}/m"], before)
 
 
+def test_a_rank_with_a_narrow_slice_uses_the_first_columns_of_its_factor():
+    codec, matrix = PowerSGDCompression(rank=1), torch.randn(5, 4)
+    values = matrix.clone().view(-1)
+    summed = coded_sum(values, m=(5, 4))
+    before, after = {f"{FACTOR}/m": torch.randn(1, 6)}, {f"{FACTOR}/m": torch.zeros(1, 6)}
+    operand = CodedOperand(summed, values, {"m": values}, values, 0, 0, before=before, after=after)
+    for sent, received in codec.sum_rounds(operand):
+        assert sent == received == [], "a rank alone"
+    states = {key: each[:, :4].double() for key, each in before.items()}
+    torch.testing.assert_close(values.view(5, 4), projected(matrix.double(), codec, states).float())
+    ((_, kept), (_, defined)) = *after.items(), *states.items()
+    torch.testing.assert_close(kept[:, :4], (defined / defined.abs().max()).float())
+    assert torch.equal(kept[:, 4:], before[f"{FACTOR}/m"][:, 4:])
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_rows_are_orthonormal_at_any_magnitude_and_0_if_explained(magnitude: float):
     factors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(2)) * magnitude

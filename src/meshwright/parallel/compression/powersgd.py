@@ -187,7 +187,9 @@ class PowerSGDCompression(GradientCompression):
             if matrix.state_key in operand.after:
                 before, after = operand.before[matrix.state_key], operand.after[matrix.state_key]
                 largest = q.abs().amax(1, keepdim=True)
-                after.copy_(torch.where(largest == 0, before, q / largest))
+                after.copy_(before)  # wider than q, where another slice is wider
+                own = after[:, : matrix.columns]
+                own.copy_(torch.where(largest == 0, own, q / largest))
 
     @staticmethod
     def _decode(
