@@ -6,4 +6,5 @@ compression_cost     the time to code gradients on one core, in casts to bfloat1
 compression_curves   losses of each codec beside those of exact sums, over three seeds
 compression_links    steps with compressed gradients against exact ones, between two hosts
 compression_parity   random plans with compressed gradients, each compared with one device
+zero_plus_plus_parity  random plans with hpz and quantized_weights, each compared with one device
 """
