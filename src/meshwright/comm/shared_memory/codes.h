@@ -31,14 +31,14 @@ static inline void encode_block(float *restrict x, int8_t *restrict code, char *
     memcpy(to, &scale, 4); /* at any address */
     if (is_normal(scale)) { /* without the checks below: half the time */
         for (size_t i = 0; i < n; i++) {
-            float step = rintf(x[i] * steps);
+            float step = rintf(x[i] * steps) + 0.0f; /* a code has no -0 */
             code[i] = (int8_t)(int32_t)step;
             x[i] -= step * scale;
         }
         return;
     }
     for (size_t i = 0; i < n; i++) {
-        float step = rintf(x[i] * steps);
+        float step = rintf(x[i] * steps) + 0.0f;
         step = step == step ? step : 0.0f;
         step = step > LARGEST_CODE ? LARGEST_CODE : step < -LARGEST_CODE ? -LARGEST_CODE : step;
         code[i] = (int8_t)(int32_t)step;
