@@ -3,7 +3,7 @@
 A Llama of 3.8 M parameters on the source text of Python's standard library, in float32, on two ranks as
 threads; AdamW, a cosine of 180 steps of 512 tokens. Exact sums and every codec are trained with the same
 three seeds (initial values, order of the data). The loss is that of 128 held-out samples after the last step,
-as `verify --curve` compares it (meshwright/verifier/loss_curves.py).
+as `verify --curve` compares it.
 
     gap       mean over the seeds of (loss with codes - exact loss), as a share of the exact loss
     spread    largest - smallest exact loss, likewise
