@@ -32,7 +32,7 @@ from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.parallel import STRATEGIES
-from meshwright.parallel.compression.cast import CastCompression
+from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO

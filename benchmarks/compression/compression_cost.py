@@ -21,9 +21,9 @@ import torch
 from benchmarks.harness.interleaved_timing import Cost, Rounds, Window, compare, interval, measure
 from benchmarks.harness.rank_processes import InProcess
 from benchmarks.harness.result import Result
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.sliced_sums import SlicedCodec
-from meshwright.parallel.compression.topk import TopKCompression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec
+from meshwright.parallel.compression.codecs.topk import TopKCompression
 
 NAME = "compression_cost"
 CLAIM = (

@@ -5,8 +5,8 @@ from random import Random
 
 from benchmarks.random_plans.compression_draws import with_compression
 from benchmarks.random_plans.random_draws import MAX_RANKS, Draw
+from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
-from meshwright.parallel.data.quantized_weights import QuantizedWeights
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.strategy_interface import Strategy

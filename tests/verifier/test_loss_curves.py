@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.verifier.loss_curves import (
     OUTCOMES,
     CurveVerdict,

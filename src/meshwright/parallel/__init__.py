@@ -13,12 +13,13 @@ memory      memory for compute or copies: activation checkpointing, chunked loss
 from collections.abc import Iterable, Mapping
 
 from meshwright.parallel.compression.activation_compression import ActivationCompression
-from meshwright.parallel.compression.cast import CastCompression
-from meshwright.parallel.compression.int4 import Int4Compression
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.powersgd import PowerSGDCompression
-from meshwright.parallel.compression.sign import SignCompression
-from meshwright.parallel.compression.topk import TopKCompression
+from meshwright.parallel.compression.codecs.cast import CastCompression
+from meshwright.parallel.compression.codecs.int4 import Int4Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.codecs.sign import SignCompression
+from meshwright.parallel.compression.codecs.topk import TopKCompression
+from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -27,7 +28,6 @@ from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
-from meshwright.parallel.data.quantized_weights import QuantizedWeights
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_parallel import ExpertParallel

@@ -7,7 +7,7 @@ import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.observed_stage_values import lost_and_error
 from meshwright.parallel.compression.activation_compression import ActivationCompression, FlatCodec
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.strategy_interface import ObservedCodes
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import TOKENS, WIDTH, analyzed_model, executor_of, tiny_job, token_samples

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.parallel.compression import residuals
-from meshwright.parallel.compression.block_codes import BlockCodec
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.parallel.compression.residuals import CodedOperand
 from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
 from tests.tiny_model import case_of, verdict_of

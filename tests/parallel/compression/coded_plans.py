@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 import meshwright as mw
-from meshwright.parallel.compression.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.block_codes import BlockCodec
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.plan import Plan

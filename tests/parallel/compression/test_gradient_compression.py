@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.verifier.messages import planned_messages

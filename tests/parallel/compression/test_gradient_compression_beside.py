@@ -8,9 +8,9 @@ from rich.console import Console
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.parallel.compression.gradient_compression import GradientCompression
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.sign import SignCompression
 from meshwright.plan.step.program import Action
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.testing.ranks import run_on_threads

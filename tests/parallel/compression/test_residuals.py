@@ -9,9 +9,9 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.powersgd import PowerSGDCompression
-from meshwright.parallel.compression.topk import TopKCompression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.codecs.topk import TopKCompression
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

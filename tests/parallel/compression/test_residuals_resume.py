@@ -10,10 +10,10 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.parallel.compression.codecs.int4 import Int4Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.parallel.compression.gradient_compression import GradientCompression
-from meshwright.parallel.compression.int4 import Int4Compression
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.sign import SignCompression
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import meshwright as mw
-from meshwright.parallel.compression.int8 import Int8Compression
-from meshwright.parallel.compression.sign import SignCompression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.planner.program_cost.action_cost import ActionCosts
 from meshwright.planner.program_cost.compression_gain import (
     CompressionGain,

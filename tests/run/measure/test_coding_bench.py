@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.parallel import STRATEGIES
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.run.measure.coding_bench import NUMEL, coding_operations, coding_points
 
 

@@ -1,4 +1,4 @@
-/* Codes of one byte, with a float32 scale per block of 256: what parallel/compression/int8.py defines, bit by bit.
+/* Codes of one byte, with a float32 scale per block of 256: what parallel/compression/codecs/int8.py defines, bit by bit.
 
    One pass while the block is in cache; torch takes eight, and 6 times as long. */
 #pragma once

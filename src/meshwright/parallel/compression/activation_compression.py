@@ -52,9 +52,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.parallel.compression.block_codes import BlockCodec
-from meshwright.parallel.compression.cast import CastCompression
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.cast import CastCompression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job

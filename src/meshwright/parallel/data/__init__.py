@@ -6,6 +6,5 @@ ddp_naive               one all-reduce per parameter after the whole backward
 data_parallel_master    one rank computes the loss and steps, as torch.nn.DataParallel does
 zero                    ZeRO-1/2/3, FSDP and HSDP: sharded optimizer states, gradients and weights
 hierarchical_partition  hpZ: a second shard of the weights in each host, for backward
-quantized_weights       qwZ: weights are gathered as codes of exact masters
 sync_batch_norm         batch norms take the statistics of the samples of all ranks
 """

@@ -36,8 +36,14 @@ import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, Rounds
 from meshwright.comm.shared_memory import int8_codes
-from meshwright.parallel.compression.block_codes import BLOCK, CHUNK, SCALE_NBYTES, num_blocks, split_bytes
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.block_codes import (
+    BLOCK,
+    CHUNK,
+    SCALE_NBYTES,
+    num_blocks,
+    split_bytes,
+)
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView

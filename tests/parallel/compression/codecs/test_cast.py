@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.parallel.compression.cast import CastCompression
+from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.plan.job.errors import PlanError
 from tests.parallel.compression.coded_plans import (
     ARRANGEMENTS,

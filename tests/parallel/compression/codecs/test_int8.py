@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from meshwright.comm.shared_memory import int8_codes
-from meshwright.parallel.compression.block_codes import BlockCodec
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from tests.parallel.compression.coded_plans import ARRANGEMENTS, check_codes, check_plan, decoded, samples
 
 

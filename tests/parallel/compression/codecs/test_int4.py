@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.parallel.compression.int4 import Int4Compression
+from meshwright.parallel.compression.codecs.int4 import Int4Compression
 from tests.parallel.compression.coded_plans import ARRANGEMENTS, check_codes, check_plan, decoded, samples
 
 NBYTES = {1: 5, 2: 5, 7: 8, 255: 132, 256: 132, 257: 137, 1024: 528}

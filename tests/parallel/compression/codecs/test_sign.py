@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.parallel.compression.sign import SignCompression
+from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.plan.job.errors import PlanError
 from tests.parallel.compression.coded_plans import (
     ARRANGEMENTS,

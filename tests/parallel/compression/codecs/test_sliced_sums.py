@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, World
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sliced_sums import slice_numel
 from meshwright.parallel.compression.residuals import CodedOperand
-from meshwright.parallel.compression.sliced_sums import slice_numel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.compression.coded_plans import coded_sum

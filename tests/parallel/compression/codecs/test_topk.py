@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import ExchangedMessage, World
+from meshwright.parallel.compression.codecs.topk import SAMPLE, TopKCompression, largest, magnitudes
 from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.residuals import CodedOperand
-from meshwright.parallel.compression.topk import SAMPLE, TopKCompression, largest, magnitudes
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh

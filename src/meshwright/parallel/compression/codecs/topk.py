@@ -46,8 +46,8 @@ from typing import ClassVar
 import torch
 
 from meshwright.model.tensors.counter_rng import chunk_numel, uniform
+from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec, slice_numel
 from meshwright.parallel.compression.residuals import CodedOperand
-from meshwright.parallel.compression.sliced_sums import SlicedCodec, slice_numel
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import Constraint, at_least, below_one
 from meshwright.plan.job.job import Job

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 
 from meshwright.comm.shared_memory import int8_codes
-from meshwright.parallel.compression.block_codes import (
+from meshwright.parallel.compression.codecs.block_codes import (
     BLOCK,
     SCALE_NBYTES,
     RoundedCodec,

@@ -48,10 +48,10 @@ from typing import ClassVar
 import torch
 
 from meshwright.comm.collectives.group import Rounds
+from meshwright.parallel.compression.codecs.sliced_sums import of_peers, slice_numel
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression, residual_dtype
 from meshwright.parallel.compression.residuals import CodedOperand
-from meshwright.parallel.compression.sliced_sums import of_peers, slice_numel
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job

@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.parallel.compression.block_codes import (
+from meshwright.parallel.compression.codecs.block_codes import (
     BLOCK,
     SCALE_NBYTES,
     BlockCodec,

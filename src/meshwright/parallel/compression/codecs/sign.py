@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.parallel.compression.block_codes import (
+from meshwright.parallel.compression.codecs.block_codes import (
     BLOCK,
     SCALE_NBYTES,
     BlockCodec,

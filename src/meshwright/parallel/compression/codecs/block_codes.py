@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from meshwright.model.tensors.counter_rng import uniform
-from meshwright.parallel.compression.sliced_sums import SlicedCodec
+from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec
 
 CHUNK = 1 << 16  # elements coded at once: a multiple of every block
 BLOCK, SCALE_NBYTES = 256, 4  # elements that share one float32 scale

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from meshwright.parallel.compression.block_codes import CHUNK, in_blocks
-from meshwright.parallel.compression.int4 import Int4Compression
-from meshwright.parallel.compression.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.block_codes import CHUNK, in_blocks
+from meshwright.parallel.compression.codecs.int4 import Int4Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from tests.parallel.compression.coded_plans import decoded
 
 

@@ -9,14 +9,14 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import ExchangedMessage, Rounds, World
 from meshwright.parallel.compression import powersgd
-from meshwright.parallel.compression.coded_sum import CodedSum
-from meshwright.parallel.compression.powersgd import (
+from meshwright.parallel.compression.codecs.powersgd import (
     FACTOR,
     FactorLayout,
     PowerSGDCompression,
     matrix_sides,
     orthonormal_rows,
 )
+from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
