@@ -1,4 +1,4 @@
-"""Codes of one byte in C; that they have the bits of torch: tests/parallel/compression/codecs/test_int8.py."""
+"""Codes of one byte in C; tests/parallel/compression/codecs/test_int8.py: they have the bits of torch."""
 
 import pytest
 import torch
