@@ -202,6 +202,20 @@ def test_finite_data_ends_the_run_and_that_is_said(config, say):
     )
 
 
+def test_data_that_end_in_the_middle_of_a_round_are_refused_before_a_rank_starts(config, say, monkeypatch):
+    forget_ranks(monkeypatch)
+    rounds = '[[strategies]]\nname = "diloco"\nsync_every = 4\n'
+    config.write_text(f"{config.read_text()}\n{rounds}")
+    words = ["train", config, "--mesh.dp_replicate", 1, "--mesh.outer", 2, "--data.epochs", 1]
+    code, _, err = say(*words)
+    samples = -(-(len((config.parent / "text.txt").read_bytes()) - 1) // SEQUENCE)
+    steps = -(-samples // 12)
+    assert steps % 4, "the text must end in the middle of a round"
+    assert code == 2
+    assert f"error train.steps: the data end after {steps} steps, in the middle of a round" in err
+    assert f"set train.steps = {steps}" in err
+
+
 def test_the_sample_of_a_trained_model_acts_on_no_terminal(config, say):
     code, out, _ = say(
         *alone(config, "--train.steps", 2, "--run.sample_tokens", 300, "--run.sample_prompt", "1 times")

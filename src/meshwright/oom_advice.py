@@ -13,7 +13,6 @@ stay.
 """
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -41,9 +40,6 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 from meshwright.run.launch.host_memory_check import check_ranks_fit_here
-
-if sys.platform != "win32":
-    pass
 
 OOM_PATTERN = re.compile(
     r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE

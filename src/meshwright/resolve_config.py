@@ -93,6 +93,16 @@ class ResolvedRun:
         """Raises PlanError if this host has less free memory than `ranks` keep in it."""
         check_ranks_fit_here(self.analyzed, self.plan, ranks)
 
+    def check_last_round(self) -> None:
+        """Raises PlanError if the data end in the middle of a round of sites that train apart."""
+        period, num_steps = self.plan.program.period, self.local_batches(self.plan, 0).num_steps
+        if period is None or num_steps is None or num_steps >= self.plan.job.train.steps:
+            return
+        if not period.ends_with(num_steps - 1):
+            text = f"the data end after {num_steps} steps, in the middle of a round: sites would stay apart"
+            fix = f"set train.steps = {num_steps}: the last step of a run ends a round"
+            raise PlanError(text, fix=fix, location="train.steps")
+
     def local_batches(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without
         the held-out ones.

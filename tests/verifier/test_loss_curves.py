@@ -97,5 +97,9 @@ def test_what_shows_nothing_is_refused_with_a_repair():
     assert [fix for _, fix in refusals(plan, 21)] == ["write --steps 20, or a larger train.steps"]
     ((text, fix),) = refusals(plan, 15, 12)
     assert (text, fix.startswith("write --steps 12")) == ("the data end after 12 of 15 steps", True)
+    sites = mw.make_plan(analyzed_model(), tiny_job(), mw.Mesh(outer=2), (mw.LocalSGD(sync_every=4),))
+    ((text, fix),) = refusals(sites)
+    assert "2 sites train apart" in text
+    assert "outer = 1" in fix
     ((text, _),) = refusals(coded_plan(Int8Compression(exact_steps=15)))
     assert text == "the first 15 steps of the plan are exact, and 15 are compared"

@@ -142,6 +142,7 @@ def train(
     dtypes = plan.job.precision.roles.values()
     raise_diagnostics(device_diagnostics(local_platform(), plan.mesh.world_size, dtypes))
     resolved[1].check_host_memory(range(plan.mesh.world_size))
+    resolved[1].check_last_round()
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
         if from_step is None:
@@ -198,6 +199,7 @@ def train_rank(
         run = plan.run
         if rank_env.launcher_env is not None:  # else the launching process has checked it
             ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
+            ready.check_last_round()
         for name in local_platform().blocking_variables:
             given = variables.get(name, "")
             raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))

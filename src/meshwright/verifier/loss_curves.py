@@ -195,6 +195,10 @@ def curve_diagnostics(plan: Plan, num_steps: int, num_available_steps: int | Non
         names = ", ".join(dict.fromkeys(each.name for each in plan.strategies)) or "none"
         text = f"every strategy of the plan is exact ({names}): there is no lossy plan to compare with it"
         yield Diagnostic(text, "leave out --curve: verify compares the numbers with one device", "--curve")
+    if plan.sharding.varying_axes:
+        text = f"{plan.num_sites} sites train apart, and the exact plan of as many ranks has another mesh"
+        fix = "train that as a run of its own: outer = 1, more ranks along dp_replicate; then see `report`"
+        yield Diagnostic(text, fix, "--curve")
     if num_steps < MIN_STEPS:
         text = f"{num_steps} steps are no curve"
         yield Diagnostic(text, f"write --steps {MIN_STEPS} or more", "--steps")

@@ -281,7 +281,15 @@ def test_the_partition_size_of_hpz_becomes_the_strategy(tmp_path: Path):
                 "offload_optimizer": {"device": "cpu"},
                 "offload_param": {"device": "cpu"},
             },
-            "refused: shards of weights rest on the host",
+            "refused: shards of weights rest off the device",
+        ),
+        (
+            {
+                "zero_hpz_partition_size": 2,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+                "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+            },
+            "refused: shards of weights rest off the device",
         ),
     ],
 )

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import state_bytes
+from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.reference import run_reference
 from tests.parallel.outer.site_plans import (
     ADAMW,
@@ -17,10 +19,11 @@ from tests.parallel.outer.site_plans import (
     INNER,
     check_plan,
     is_equal,
+    samples_of,
     site_plan,
     trained,
 )
-from tests.tiny_model import case_of, edited, plan_of, tiny_job, token_samples, verdict_of
+from tests.tiny_model import case_of, edited, executor_of, plan_of, tiny_job, token_samples, verdict_of
 
 ROUNDS = mw.DiLoCo(sync_every=2)
 NUMEL = sum(param.numel for param in ANALYZED.model_spec.trainable)
@@ -145,3 +148,23 @@ def test_rounds_begin_at_the_parameters_of_a_checkpoint_that_has_no_outer_state(
         assert all(set(each.tolist()) <= set(full[name].tolist()) for name, each in starts.items())
     with pytest.raises(PlanError, match="has not where it began"):
         trained(stepped, tmp_path, range(4, 5))
+
+
+def test_a_round_begins_at_parameters_that_were_given_to_the_ranks():
+    _, plan = site_plan("one rank each", ROUNDS)
+
+    def body(world: World) -> bool:
+        executor = executor_of(ANALYZED, plan, world)
+        executor.step(samples_of(plan, world.rank, 0))
+        values = {name: torch.full_like(each, 0.5) for name, each in executor.gather_parameters().items()}
+        executor.load_parameters({f"model/{name}": value for name, value in values.items()})
+        starts = [
+            tensor
+            for key, tensor in executor.state.strategy_tensors.of("diloco").items()
+            if key.startswith("start/")
+        ]
+        executor.close()
+        assert len(starts) == len(ANALYZED.model_spec.trainable)
+        return all((each == 0.5).all() for each in starts)
+
+    assert all(run_on_threads(body, plan.mesh))

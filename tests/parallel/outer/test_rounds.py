@@ -11,6 +11,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import state_bytes
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import planned_messages
 from tests.parallel.outer.site_plans import (
@@ -187,3 +188,34 @@ def test_other_sites_take_up_the_end_of_a_round_and_not_its_middle(tmp_path: Pat
     trained(alone, tmp_path, range(3, 4))
     with pytest.raises(PlanError, match="the plan has 1"):
         trained(alone, tmp_path, range(4, 5))
+
+
+def test_sites_that_differ_are_not_evaluated_and_keep_their_names_under_another_period(tmp_path: Path):
+    _, plan = site_plan("one rank each", LOCAL)
+    _, other = site_plan("one rank each", mw.LocalSGD(sync_every=1))
+    trained(plan, tmp_path, range(1), lambda done: done == 1)
+
+    def body(world: World) -> list[str]:
+        executor = executor_of(ANALYZED, other, world)
+        executor.load_state_dict(load_tensors(tmp_path / "step-00000001")[0], 1)
+        with pytest.raises(PlanError, match="evaluate in the middle of a round") as refusal:
+            executor.evaluate([samples_of(other, world.rank, 1)])
+        assert "step that ends a round" in refusal.value.diagnostics[0].fix
+        own = list(executor.state_dict())
+        executor.step(samples_of(other, world.rank, 1))
+        assert executor.evaluate([samples_of(other, world.rank, 1)]).loss > 0
+        shared = list(executor.state_dict())
+        executor.close()
+        return [name for name in own if "model/" in name] + [name for name in shared if "model/" in name]
+
+    first, second, third = run_on_threads(body, other.mesh)
+    assert first[: len(first) // 2] == first[len(first) // 2 :] == second[len(second) // 2 :]
+    assert second[: len(second) // 2] == [f"site.1/{name}" for name in first[: len(first) // 2]]
+    assert len(third) == len(first)
+
+
+def test_evaluations_that_no_multiple_of_a_round_allows_have_a_repair_that_does():
+    rounds, evaluate = mw.LocalSGD(sync_every=4, warmup_steps=2), mw.EvalConfig(every=8, hold_out=2)
+    with pytest.raises(PlanError, match="multiple of 4, and warmup_steps too"):
+        site_plan("one rank each", rounds, evaluate=evaluate)
+    site_plan("one rank each", mw.LocalSGD(sync_every=4, warmup_steps=4), evaluate=evaluate)

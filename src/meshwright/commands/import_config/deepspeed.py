@@ -36,7 +36,10 @@ from meshwright.commands.import_config.parallel_layout import (
     write_layout,
 )
 
-QUANTIZED = "quantized communication is not there", 'precision.reduce = "bfloat16" halves gradients'
+QUANTIZED = (
+    "codes of gradients in two steps, within hosts and between them, are not there",
+    "the strategy compress sums gradients as codes along one axis",
+)
 EVERY_BLOCK = "of every block; DeepSpeed checkpoints where the model's code calls deepspeed.checkpointing"
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
 CHECKPOINT_FORMAT = "the format of DeepSpeed's checkpoints; those here reshard between any two plans"
@@ -319,7 +322,7 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
         zero_stage=stage,
         offloaded=offloaded,
         on_disk=on_disk,
-        partition_size=_partition_size(config, stage, num_ranks, offloaded),
+        partition_size=_partition_size(config, stage, num_ranks, (*offloaded, *on_disk.get("what", ()))),
         quantized_weights=_quantizes_weights(config, stage, num_ranks),
         context_strategy={"name": "ulysses"},
         vocab_parallel=False,
@@ -339,7 +342,7 @@ def _partition_size(config: Translation, stage: int, num_ranks: int, offloaded: 
     elif size == num_ranks:
         config.drop(HPZ, "all ranks that share the weights are one partition, as without it")
     elif "weights" in offloaded:
-        text = "shards of weights rest on the host, and the second shard would lie on the device"
+        text = "shards of weights rest off the device, and the second shard would lie on the device"
         config.refuse(HPZ, text, "leave it out, or offload_param")
     else:
         return size

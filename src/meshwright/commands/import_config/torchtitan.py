@@ -205,7 +205,9 @@ RULES: dict[str, Rule] = {
         *("fault_tolerance.fragment_sync_delay", "fault_tolerance.fragment_update_alpha"),
     ),
     **refused(
-        "local SGD and DiLoCo are not there", "train synchronously", "fault_tolerance.semi_sync_method"
+        "sites that train apart are not imported",
+        "set mesh.outer to their number, and add the strategy local_sgd or diloco with sync_every",
+        "fault_tolerance.semi_sync_method",
     ),
     **refused(
         "other code is not read", "write a factory: --model file.py:factory", "experimental.custom_import"

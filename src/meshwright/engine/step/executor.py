@@ -73,7 +73,7 @@ from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.expert_load_counter import count_expert_load
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
-from meshwright.engine.step.site_states import site_state_dict, state_of_site
+from meshwright.engine.step.site_states import is_in_round, site_state_dict, state_of_site
 from meshwright.engine.step.strategy_tensors import StrategyTensors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
@@ -165,6 +165,7 @@ class StepExecutor:
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
         self._period = plan.program.period
+        self.is_in_round = False  # the parameters of the sites may differ
         self._entries_between_rounds = [entry for entry in self._entries if entry[0].period is None]
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
@@ -228,12 +229,13 @@ class StepExecutor:
         self._execute_until(len(self._current_entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
+        self.is_in_round = not self._ends_round(self.steps_done - 1)
         state.end_step()
         if self._heap_warmup_left and state.world.device.type == "cpu":
             trim_heap()
             self._heap_warmup_left -= 1
         metrics = self._actions.metrics(lr)
-        if not metrics.is_skipped:
+        if not metrics.is_skipped or state.plan.sharding.varying_axes:  # all sites count the same steps
             self.lr_schedule.end_step()
         return metrics
 
@@ -243,6 +245,7 @@ class StepExecutor:
         Each batch holds this rank's samples, as for `step`. Nothing is trained. Raises PlanError when nothing
         counts in any batch.
         """
+        self.check_sites_agree("evaluate")
         state = self.state
         state.end_step()  # a step that failed has left its activations
         state.collectives.begin_block(EVALUATION_ACTION)
@@ -254,8 +257,16 @@ class StepExecutor:
         """Makes forwards of the module find full parameters and return full outputs, in eval mode and without
         gradients and draws. All ranks run the same.
         """
+        self.check_sites_agree("evaluate")
         with evaluation_mode(self.state), self.full_params(action):
             yield
+
+    def check_sites_agree(self, what: str) -> None:
+        """Raises PlanError in the middle of a round, when the model of each site is another one."""
+        if self.is_in_round:
+            text = f"{what} in the middle of a round: each site has parameters of its own"
+            fix = "do it after a step that ends a round: its metrics have a `round`"
+            raise PlanError(text, fix=fix, location=what)
 
     def state_dict(self) -> dict[str, SavedTensor]:
         """Returns all that must be saved, by full name: parameters, buffers, optimizer states, the state of
@@ -274,13 +285,8 @@ class StepExecutor:
         return site_state_dict(
             self.state.plan,
             filter_stage_state(local_state, self.state.trained_module),
-            in_round=self._is_in_round,
+            in_round=self.is_in_round,
         )
-
-    @property
-    def _is_in_round(self) -> bool:
-        """Whether the parameters of the sites may differ."""
-        return self.steps_done > 0 and not self._ends_round(self.steps_done - 1)
 
     def _ends_round(self, step: int) -> bool:
         return self._period is None or self._period.ends_with(step)
@@ -291,18 +297,21 @@ class StepExecutor:
         No element is read twice, and none that this rank does not hold.
         """
         self.state.offloaded.delayed_steps.wait_for_all()
+        in_round = is_in_round(state_dict)
         state_dict = state_of_site(self.state.plan, state_dict)
         dtypes = load_model_state(self.state, state_dict)
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
         self.state.strategy_tensors.load_state_dict(state_dict)
         load_device_weights(self.state, state_dict)
         self.lr_schedule.load_state_dict(state_dict)
-        self.steps_done = steps_done
+        self.steps_done, self.is_in_round = steps_done, in_round
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
         self.state.offloaded.delayed_steps.wait_for_all()
         load_model_state(self.state, state_dict)
+        self.state.strategy_tensors.begin_at_parameters()
+        self.is_in_round = False
 
     def load_optimizer_state(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads the state of the optimizers alone from `state_dict`, full tensors by full name."""

@@ -61,6 +61,13 @@ class StrategyTensors:
                 if entry in saved:
                     self._load(entry, spec, tensor, saved)
 
+    def begin_at_parameters(self) -> None:
+        """Makes what begins at the parameters begin at the present ones."""
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                if self._specs[name].fills_from_param:
+                    self._fill(name, tensor)
+
     def _make(self, spec: StateSpec) -> torch.Tensor:
         dtype, state = getattr(torch, spec.dtype), self._state
         if not spec.param:

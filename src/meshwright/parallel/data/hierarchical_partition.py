@@ -90,8 +90,12 @@ class HierarchicalPartition(Strategy):
                 text += f"{self.partition_size}"
                 yield Diagnostic(text, _smaller_fix(number), WHERE)
         if sharding.tiers.weights != "device":
-            text = "shards of weights rest on the host, and the second shard would lie on the device"
-            yield Diagnostic(text, "remove weights from what of offload, or remove hpz", "strategies.hpz")
+            tier, offload = sharding.tiers.weights, "offload"
+            if tier == "disk":
+                offload = "disk_offload"
+            text = f"shards of weights rest on the {tier}, and the second shard would lie on the device"
+            fix = f"remove weights from what of {offload}, or remove hpz"
+            yield Diagnostic(text, fix, "strategies.hpz")
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._gather_within_hosts(actions, view))

@@ -121,7 +121,10 @@ class RoundStrategy(Strategy):
         steps = range(every - 1, job.train.steps, every) if every else ()
         if any(not period.ends_with(step) for step in steps):
             text = f"an evaluation every {every} steps, some of them in the middle of a round"
-            fix = f"set evaluate.every to a multiple of {self.sync_every}, or 0: at the end alone"
+            fix = f"set evaluate.every to a multiple of {self.sync_every}"
+            if period.warmup_steps % self.sync_every:
+                fix += ", and warmup_steps too"
+            fix += "; or evaluate.every = 0: at the end alone"
             yield Diagnostic(text, fix, "evaluate.every")
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:

@@ -116,6 +116,9 @@ def resume(
         *state_changes(manifest.entries, plan),
         *_transport_changes(saved.reduction_transports, reduction_transports(plan, world)),
     ]
+    executor.load_state_dict(  # it may refuse: then nothing has been renamed
+        open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
+    )
     if world.rank == 0:
         if changes and step is not None:
             retired = retire_later_checkpoints(folder, step)
@@ -125,9 +128,6 @@ def resume(
                 else []
             )
         mark_best(folder, saved.eval_history.best_step, saved.eval_history.best_loss)
-    executor.load_state_dict(
-        open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
-    )
     return ResumeResult(
         executor.steps_done,
         (f"resumed from step {executor.steps_done}", *notes, *changes),

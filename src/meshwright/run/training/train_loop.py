@@ -273,7 +273,10 @@ class _TrainLoop:
         batch, num = self.plan.job.train.batch, self._num_samples
         first = (record.step - self._idle) * batch  # the position from which on no token counted
         if (
-            num is not None and self._idle and (-(-first // num) + 1) * num <= record.step * batch
+            num is not None
+            and not self.plan.sharding.varying_axes  # of all sites, not of this one
+            and self._idle
+            and (-(-first // num) + 1) * num <= record.step * batch
         ):  # a whole epoch has passed
             raise empty_loss_error(f"of the {num} samples, all trained on up to step {record.step}")
         if metrics.spike is not None:
@@ -296,6 +299,9 @@ class _TrainLoop:
         spec, step = self.plan.job.evaluate, self.executor.steps_done
         due = last or (spec.every and step % spec.every == 0)
         if self.eval_samples is None or self.stopped or not due:
+            return False
+        if self.executor.is_in_round:  # a stream that has ended: each site has another model
+            logger.warning("the data ended in the middle of a round: the sites are not evaluated")
             return False
         self.record_last_step()
         self.enter_phase("evaluate", step)

@@ -245,6 +245,7 @@ class Trainer:
         model with the adapter merged into it.
         """
         self.check_last_step()
+        self.executor.check_sites_agree("export")
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
         with self.world.ledger.pause_recording():
             buffers = gather_full_buffers(self.executor.state, "GATHER_FULL")
