@@ -76,7 +76,8 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
             site.record_parameters()
     for site in sites:
         site.close()
-    return replace(sites[0].reference, sites=tuple(site.reference for site in sites))
+    references = tuple(site.reference for site in sites)
+    return references[0] if len(sites) == 1 else replace(references[0], sites=references)
 
 
 class _Site:
@@ -115,7 +116,8 @@ class _Site:
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor(self._job.lr_schedule, step, self._job.train.steps)
         if self._replay is not None:
-            self.reference.steps.append(self._replay.step(self._optimizer, batch, step, rounded))
+            found = self._replay.step(self._optimizer, batch, step, rounded)
+            self.reference.steps.append(replace(found, sum_error=lost.error if lost else 0.0))
             return
         rows = self._samples
         if rows is not None:

@@ -3,9 +3,9 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, messages that cannot carry their transfer or are received in another
-order, the sums of tied gradients on pipeline ranks, parameters of sites that are not averaged
-(message_checks.py), and deadlocks (nccl_deadlocks.py).
+out, memory that is not freed, messages that cannot carry their transfer or are received in another order, the
+sums of tied gradients on pipeline ranks, parameters of sites that are not averaged (message_checks.py), and
+deadlocks (nccl_deadlocks.py).
 """
 
 from collections import defaultdict

@@ -65,5 +65,5 @@ def test_a_part_of_the_samples_takes_its_part_of_what_was_lost():
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     lost, x = torch.arange(8.0).view(4, 2), torch.ones(2, 2)
     values = RoundedValues({("0", 1): Rounding(lost)}, {"0": 0, "1": 1}, num_samples=4)
-    output = values.run(module, dict(module.named_children()), lambda: module(x), 1)
+    output = values.run(module, dict(module.named_children()), lambda: module(x), [1, 2])
     assert torch.allclose(output, module[1](module[0](x) - lost[1:3]))

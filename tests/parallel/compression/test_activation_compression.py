@@ -159,8 +159,6 @@ def test_the_first_steps_and_small_values_travel_as_they_are():
             ),
             'values travel in bfloat16, and codes of bfloat16 are as large(?s:.*)"int8"',
         ),
-        (lambda: ActivationCompression(where=("tensors",)), "where contains 'tensors'"),
-        (lambda: coded(ActivationCompression(where=())), "where names no move"),
         (lambda: ActivationCompression(codec="int2"), "codec = 'int2'; needed is 'bfloat16'"),
     ],
 )

@@ -92,3 +92,11 @@ def test_rounds_that_cannot_be_are_refused_with_a_repair(fields: dict[str, int],
         mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(outer=3), (mw.LocalSGD(**fields),))
     assert told in str(refused.value)
     assert all(each.fix for each in refused.value.diagnostics)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_the_samples_of_a_site_take_what_the_codes_of_their_activations_lost(micro_batch: int):
+    strategies = mw.Pipeline(), mw.ActivationCompression(), mw.LocalSGD(sync_every=2)
+    plan = mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(outer=2, pp=2), strategies, micro_batch)
+    verdict = verdict_of(case_of(ANALYZED, plan), 4)
+    assert verdict.passed, verdict

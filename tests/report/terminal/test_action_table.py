@@ -11,6 +11,8 @@ from rich.console import Console
 from docs.generate import essays, kinds
 from meshwright.api import make_plan
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.compression.activation_compression import ActivationCompression
+from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -18,6 +20,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
@@ -30,6 +33,8 @@ from meshwright.parallel.memory.tiers.activation_offload import ActivationOffloa
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.outer.diloco import DiLoCo
+from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -273,6 +278,17 @@ def all_programs() -> list[Plan]:
         *(
             make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=3), (BatchSplit(), DDP(), codec()))
             for codec in STRATEGIES["compress"].values()
+        ),
+        *(
+            make_plan(
+                analyzed_model(), tiny_job(), Mesh(dp_shard=4), (BatchSplit("dp_shard"), ZeRO(), beside)
+            )
+            for beside in (HierarchicalPartition(2), QuantizedWeights())
+        ),
+        make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(), ActivationCompression())),
+        *(
+            make_plan(analyzed_model(), tiny_job(), Mesh(outer=2), (rounds(sync_every=4),))
+            for rounds in (LocalSGD, DiLoCo)
         ),
     ]
 

@@ -8,7 +8,7 @@
     dropped        the momenta that have ended, where momentum is added before codes
 
 All ranks call these functions, after a step and beside its program. The verifier does
-(verifier/reference.py), for a rank whose state has `observed_sums`.
+(verifier/one_device/lost_steps.py), for a rank whose state has `observed_sums`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

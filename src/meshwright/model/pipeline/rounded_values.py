@@ -11,7 +11,7 @@ Values are those of the recorded forward (forward_recorder.py), which names each
 Wherever an operation or a block takes such a tensor, it takes that of its stage.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,10 @@ class RoundedValues:
         module: nn.Module,
         blocks: Mapping[str, nn.Module],
         run_forward: Callable[[], Any],
-        first_sample: int = 0,
+        samples: Sequence[int] | None = None,
     ) -> Any:
-        """Returns what `run_forward()`, a forward of `module`, returns on samples from `first_sample` on."""
-        values, results = _ValuesByStage(self, first_sample), list[Any]()
+        """Returns what `run_forward()`, a forward of `module`, returns on `samples` (None: all)."""
+        values, results = _ValuesByStage(self, samples), list[Any]()
         handles = [
             block.register_forward_pre_hook(values.replace_inputs, with_kwargs=True)
             for block in blocks.values()
@@ -73,8 +73,9 @@ class RoundedValues:
 
 
 class _ValuesByStage:
-    def __init__(self, rounded: RoundedValues, first_sample: int) -> None:
-        self._rounded, self._first_sample, self._stage = rounded, first_sample, 0
+    def __init__(self, rounded: RoundedValues, samples: Sequence[int] | None) -> None:
+        self._rounded, self._stage = rounded, 0
+        self._samples = range(rounded.num_samples) if samples is None else samples
         self._names = WeakIdKeyDictionary()  # value -> its name
         # plain view -> the value of which it is one, and what it was made of
         self._bases = WeakIdKeyDictionary()
@@ -141,7 +142,8 @@ class _ValuesByStage:
         for dim, (size, all_sizes) in enumerate(zip(value.shape, lost.shape, strict=True)):
             if size != all_sizes:
                 per_sample = all_sizes // self._rounded.num_samples
-                return lost.narrow(dim, self._first_sample * per_sample, size)
+                rows = [each * per_sample + at for each in self._samples for at in range(per_sample)]
+                return lost.index_select(dim, torch.tensor(rows[:size], device=lost.device))
         return lost
 
 

@@ -56,7 +56,7 @@ from meshwright.parallel.compression.codecs.block_codes import BlockCodec
 from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import at_least, one_of
+from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.stage_transfers import StageValue
@@ -76,7 +76,7 @@ LOCATION = "strategies.compress_activations"
 
 @dataclass(frozen=True)
 class ActivationCompression(Strategy):
-    """Sends activations and their gradients as codes: between the stages of a pipeline (`where`).
+    """Sends values between pipeline stages, and their gradients, as codes of `codec`.
 
     Values of fewer than `min_numel` elements, and all in the first `exact_steps` steps, travel as they are.
     """
@@ -84,27 +84,21 @@ class ActivationCompression(Strategy):
     name: ClassVar[str] = "compress_activations"
     phase: ClassVar[StrategyPhase] = "comm"
     exact: ClassVar[bool] = False
-    where: tuple[str, ...] = field(default=("pipeline",), metadata=one_of("pipeline"))
     codec: CodecName = "bfloat16"
     min_numel: int = field(default=0, metadata=at_least(0))
     exact_steps: int = field(default=0, metadata=at_least(0))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if not self.where:
-            yield Diagnostic("where names no move", 'write where = ["pipeline"]', f"{LOCATION}.where")
-        if "pipeline" in self.where:
-            yield from self._check_boundaries(job, sharding)
-
-    def _check_boundaries(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if not sharding.stages:
             text = f"no value crosses a stage boundary: mesh.pp is {sharding.mesh.pp}, without stages"
             fix = 'set mesh.pp to 2 or more and add the strategy "pipeline", or remove compress_activations'
-            yield Diagnostic(text, fix, f"{LOCATION}.where")
+            yield Diagnostic(text, fix, LOCATION)
             return
         values = coded_values(sharding)
         if not values:
             text = "no value of samples between stages needs a gradient, and others travel as they are"
-            yield Diagnostic(text, "train what stands in front of a boundary, or remove it", LOCATION)
+            fix = "train a parameter of an earlier stage, or remove compress_activations"
+            yield Diagnostic(text, fix, LOCATION)
             return
         largest = max(value.numel(job.train.batch) for value in values)
         if largest < self.min_numel:
@@ -116,8 +110,6 @@ class ActivationCompression(Strategy):
             yield Diagnostic(text, 'set codec to "int8" or "float8"', f"{LOCATION}.codec")
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if "pipeline" not in self.where:
-            return program
         names = {value.name for value in coded_values(view.plan)}
         return program.edit(lambda actions: self._code_boundaries(actions, names))
 

@@ -44,7 +44,7 @@ import torch
 from meshwright.comm.collectives.group import Rounds
 from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.residuals import CodedOperand, CodedSums, split_state_key
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -54,6 +54,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, S
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 from meshwright.plan.strategy_state import StateSpec, local_state_nbytes
 
@@ -142,6 +143,10 @@ class GradientCompression(Strategy):
         )
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
+        if any(stepped_microbatches(role.actions) for role in program.roles):
+            text = "each microbatch is an update of its own, and verify cannot compare codes of such sums yet"
+            fix = "use another schedule (1f1b), or remove compress"
+            raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
         return program.edit(lambda actions: self._compress(actions, view, job))
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:

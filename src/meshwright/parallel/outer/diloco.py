@@ -48,7 +48,7 @@ START, MOMENTUM = "start", "momentum"
 @dataclass(frozen=True)
 class DiLoCo(RoundStrategy):
     """Steps the outer weights of the sites along `axis` every `sync_every` steps, by Nesterov momentum with
-    the rate `outer_lr`.
+    the rate `outer_lr` and the momentum `outer_momentum`.
     """
 
     name: ClassVar[str] = "diloco"

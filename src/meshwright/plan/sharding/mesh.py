@@ -96,8 +96,8 @@ class Mesh:
     `pp` counts pipeline ranks. `dp_replicate` counts full copies of the parameters. `dp_shard` counts ranks
     that have other samples and share one copy. `ep` counts the ranks that have other samples and other
     experts. `cp` counts the ranks that share the tokens of a sample. `tp` counts the ranks that share each
-    matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` counts the
-    sites, which meet only in rounds.
+    matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` counts the sites, which meet only
+    in rounds.
     """
 
     outer: int = field(default=1, metadata=SIZE)

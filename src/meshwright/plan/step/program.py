@@ -17,6 +17,7 @@ action runs in each step, and waits for none with a period.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count, islice
 from typing import overload
 
 from meshwright.plan.hardware.memory_tiers import MemoryTier
@@ -179,6 +180,18 @@ class Period:
             or (done - self.warmup_steps) % self.num_steps == 0
             or done == self.run_steps
         )
+
+    def first_step_behind(self, num_rounds: int) -> int:
+        """Returns after how many steps `num_rounds` rounds have ended."""
+        ends = (step for step in count() if self.ends_with(step))
+        return next(islice(ends, num_rounds - 1, None)) + 1
+
+    @property
+    def share_of_ends(self) -> float:
+        """The share of the steps of the run that end a round."""
+        if not self.run_steps:
+            return 1 / self.num_steps
+        return sum(map(self.ends_with, range(self.run_steps))) / self.run_steps
 
 
 @dataclass(frozen=True)

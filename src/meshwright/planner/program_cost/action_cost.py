@@ -11,7 +11,8 @@
                     the bytes of gradients, weights and optimizer states that they read and write
     RESHARD         a copy of the shard that it keeps, if it keeps one (hpz)
     REDUCE, UNSHARD, SEND ...
-                    seconds on the network (network_time.py), and those in which the rank codes what it sends
+                    seconds on the network (network_time.py); of compressed sums also those to code them,
+                    not yet of weights and activations that travel as codes
     copy_in, copy_out, disk, host
                     bytes over the rate of what the stream occupies (plan/hardware/streams.py)
 

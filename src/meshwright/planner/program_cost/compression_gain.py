@@ -55,6 +55,10 @@ def compression_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
     gain = compression_gain(plan, target)
     if not gain.saved_nbytes:
         return
+    if gain.saved_nbytes < 0:
+        more = format_nbytes(round(-gain.saved_nbytes))
+        yield f"compressed sums send {more} more in a step than exact ones: remove compress, or lose more"
+        return
     saved = f"each rank sends {format_nbytes(round(gain.saved_nbytes))} less in a step"
     if gain.coding_s is None or gain.break_even_rate is None:
         yield (

@@ -104,7 +104,7 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     round_end_s, period = None, program.period
     if period is not None:
         between_s, between = step_breakdown(program.between_rounds(), costs, shared_cores)
-        round_end_s, weight = step_s, 1 / period.num_steps
+        round_end_s, weight = step_s, period.share_of_ends
         step_s = weight * step_s + (1 - weight) * between_s
         roles = {name: each.mean_with(between[name], weight) for name, each in roles.items()}
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)

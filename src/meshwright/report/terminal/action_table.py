@@ -90,6 +90,10 @@ KIND_TEXTS = {
     "WRITE_PARAM": "write stepped parameters into the file",
     "SCATTER_PARAM": "send updated slices to all ranks",
     "NOISE_SCALE": "estimate the gradient noise scale",
+    "ROUND_TOTALS": "add loss and counts of the step to those of the round",
+    "ROUND_SUM": "sum loss and counts of the round over the sites",
+    "AVERAGE": "sum parameters over the sites",
+    "END_ROUND": "what sites go on with, made of the mean",
 }
 
 # kinds that are told apart by their subject
@@ -98,6 +102,7 @@ KINDS_WITH_SUBJECT = (
     *("OFFLOAD_GRAD", "FETCH_STATES", "STEP", "OFFLOAD_STATES", "FETCH_PARAM"),
     *("READ_STATES", "WRITE_STATES", "READ_PARAM", "WRITE_PARAM"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
+    *("AVERAGE", "END_ROUND"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
 

@@ -67,7 +67,7 @@ def loss_of(
     with explain_forward_errors(subject.module, inputs, parity_case.loss.model_inputs(subject.dummy_batch)):
         run = partial(subject.module, **inputs)
         if rounded is not None:
-            run = partial(rounded.run, subject.module, subject.blocks, run, rows[0] if rows else 0)
+            run = partial(rounded.run, subject.module, subject.blocks, run, rows)
         if rng is None:
             outputs = run()
         else:

@@ -8,7 +8,7 @@ import torch
 
 import meshwright as mw
 from meshwright.comm.collectives.group import ExchangedMessage, Rounds, World
-from meshwright.parallel.compression import powersgd
+from meshwright.parallel.compression.codecs import powersgd
 from meshwright.parallel.compression.codecs.powersgd import (
     FACTOR,
     FactorLayout,
@@ -239,7 +239,7 @@ def factors_that_drift_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(operand: CodedOperand, layout: FactorLayout, factors: Sequence[torch.Tensor]) -> None:
         keep(operand, layout, factors)
         for key, each in operand.after.items() if operand.index == 1 else ():
-            each.view(-1)[0] += 0.1 * key.startswith(FACTOR)
+            each.view(-1)[:1] += 0.1 * key.startswith(FACTOR)
 
     monkeypatch.setattr(PowerSGDCompression, "_keep_factors", staticmethod(faulty))
 

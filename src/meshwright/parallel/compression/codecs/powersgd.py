@@ -393,9 +393,8 @@ def orthonormal_rows(factors: torch.Tensor) -> torch.Tensor:
     for row in range(factors.shape[1]):
         rest, basis = found[:, row], found[:, :row]
         norm = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
-        for _ in range(
-            2 if row else 0
-        ):  # what is left is orthogonal to the last bits only after a second time
+        # what is left is orthogonal to the last bits only after a second time
+        for _ in range(2 if row else 0):
             explained = (basis * rest.unsqueeze(1)).sum(-1, keepdim=True)
             rest = rest - (explained * basis).sum(1)
         left = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
