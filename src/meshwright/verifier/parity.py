@@ -74,7 +74,9 @@ def parity_job(job: Job) -> Job:
     Float64, SGD with its groups and clip, a constant learning rate, no loss guard.
     """
     groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
-    sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=groups)
+    given = job.optimizer
+    momentum = 0.0 if given.name == "sgd" and not given.momentum else 0.5
+    sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=given.weight_decay, momentum=momentum, groups=groups)
     wide = PrecisionConfig("float64", "float64", "float64")
     return replace(job, precision=wide, optimizer=sgd, lr_schedule=LRScheduleConfig(), guard=LossGuard())
 

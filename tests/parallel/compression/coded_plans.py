@@ -8,6 +8,7 @@ import torch
 
 import meshwright as mw
 from meshwright.parallel.compression.codecs.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.topk import TopKCompression
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.plan import Plan
@@ -40,12 +41,19 @@ ARRANGEMENTS = {
 }
 
 
+def job_of(codec: GradientCompression, **job: object) -> mw.Job:
+    """A tiny job, whose optimizer has no momentum if `codec` has one."""
+    if isinstance(codec, TopKCompression) and codec.momentum:
+        job.setdefault("optimizer", mw.OptimizerConfig("sgd", lr=0.1))
+    return tiny_job(**job)
+
+
 def coded_plan(
     codec: GradientCompression, arrangement: str = "ddp", micro_batch: int = 2, **job: object
 ) -> Plan:
     """The plan of an arrangement whose sums `codec` carries."""
     strategies, mesh = ARRANGEMENTS[arrangement]
-    return mw.make_plan(ANALYZED, tiny_job(**job), mesh, (*strategies, codec), micro_batch)
+    return mw.make_plan(ANALYZED, job_of(codec, **job), mesh, (*strategies, codec), micro_batch)
 
 
 def check_plan(codec: GradientCompression, arrangement: str) -> None:

@@ -17,7 +17,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
+from tests.parallel.compression.coded_plans import ANALYZED, coded_plan, job_of
 from tests.tiny_model import executor_of, plan_of, token_samples
 
 BATCH = token_samples(24)
@@ -126,8 +126,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(arrangement: s
 
 
 RESUMED = {
-    "2 ranks": lambda codec: plan_of(ANALYZED, 2, (mw.BatchSplit(), mw.DDP(), codec)),
-    "6 ranks": lambda codec: plan_of(ANALYZED, 6, (mw.BatchSplit(), mw.DDP(), codec)),
+    "2 ranks": lambda codec: plan_of(ANALYZED, 2, (mw.BatchSplit(), mw.DDP(), codec), job=job_of(codec)),
+    "6 ranks": lambda codec: plan_of(ANALYZED, 6, (mw.BatchSplit(), mw.DDP(), codec), job=job_of(codec)),
     "zero 2": lambda codec: coded_plan(codec, "zero 2"),
     "hybrid": lambda codec: coded_plan(codec, "hybrid"),
 }

@@ -281,6 +281,7 @@ def test_a_planted_fault_of_momentum_is_found(fault: str, monkeypatch: pytest.Mo
         ({"exact_steps": 2}, "the first 2 steps have no codes"),
         ({"params": ("layers.*",)}, r"parameters are summed exactly \(embed.weight"),
         ({"optimizer": OptimizerConfig("adamw")}, "adamw has its own averages"),
+        ({"optimizer": OptimizerConfig("sgd", momentum=0.9)}, "the optimizer has 0.9 behind them"),
     ],
 )
 def test_momentum_that_cannot_be_exact_is_refused(options: dict, told: str):

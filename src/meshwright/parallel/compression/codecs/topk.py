@@ -92,6 +92,12 @@ class TopKCompression(SlicedCodec):
         if others := sorted(rules - {"sgd"}):
             text = f"momentum = {self.momentum} before codes, and {', '.join(others)} has its own averages"
             yield Diagnostic(text, 'remove it, or set optimizer.name = "sgd"', f"{location}.momentum")
+        own = max((each.momentum for each in (job.optimizer, *job.optimizer.groups)), default=0.0)
+        if own:
+            text = (
+                f"momentum = {self.momentum} before codes, and the optimizer has momentum = {own} behind them"
+            )
+            yield Diagnostic(text, "set optimizer.momentum = 0, or remove it here", f"{location}.momentum")
         if self.exact_steps:
             text = f"momentum before codes, and the first {self.exact_steps} steps have no codes"
             yield Diagnostic(text, "remove exact_steps or momentum", f"{location}.exact_steps")
