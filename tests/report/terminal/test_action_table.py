@@ -228,6 +228,26 @@ def listed(plan: Plan) -> list[Action]:
     return [action for role in plan.program.roles for action in role.actions]
 
 
+def lossy_programs() -> list[Plan]:
+    return [
+        *(
+            make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=3), (BatchSplit(), DDP(), codec()))
+            for codec in STRATEGIES["compress"].values()
+        ),
+        *(
+            make_plan(
+                analyzed_model(), tiny_job(), Mesh(dp_shard=4), (BatchSplit("dp_shard"), ZeRO(), beside)
+            )
+            for beside in (HierarchicalPartition(2), QuantizedWeights())
+        ),
+        make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(), ActivationCompression())),
+        *(
+            make_plan(analyzed_model(), tiny_job(), Mesh(outer=2), (rounds(sync_every=4),))
+            for rounds in (LocalSGD, DiLoCo)
+        ),
+    ]
+
+
 def all_programs() -> list[Plan]:
     papers = [SyntheticModel(), SyntheticModel(tied=True)]
     precisions = [PrecisionConfig(), PrecisionConfig(reduce="bfloat16")]
@@ -275,21 +295,7 @@ def all_programs() -> list[Plan]:
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
         make_plan(analyzed_model(), tiny_job(), Mesh(), (MemoryBudget(),)),
-        *(
-            make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=3), (BatchSplit(), DDP(), codec()))
-            for codec in STRATEGIES["compress"].values()
-        ),
-        *(
-            make_plan(
-                analyzed_model(), tiny_job(), Mesh(dp_shard=4), (BatchSplit("dp_shard"), ZeRO(), beside)
-            )
-            for beside in (HierarchicalPartition(2), QuantizedWeights())
-        ),
-        make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(), ActivationCompression())),
-        *(
-            make_plan(analyzed_model(), tiny_job(), Mesh(outer=2), (rounds(sync_every=4),))
-            for rounds in (LocalSGD, DiLoCo)
-        ),
+        *lossy_programs(),
     ]
 
 

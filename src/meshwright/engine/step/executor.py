@@ -164,8 +164,7 @@ class StepExecutor:
         first_calls = first_calls if state.stage_io is None else state.stage_io.first_block_calls
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
-        self._period = plan.program.period
-        self.is_in_round = False  # the parameters of the sites may differ
+        self._period, self.is_in_round = plan.program.period, False  # in a round: sites may differ
         self._entries_between_rounds = [entry for entry in self._entries if entry[0].period is None]
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
@@ -304,7 +303,8 @@ class StepExecutor:
         self.state.strategy_tensors.load_state_dict(state_dict)
         load_device_weights(self.state, state_dict)
         self.lr_schedule.load_state_dict(state_dict)
-        self.steps_done, self.is_in_round = steps_done, in_round
+        self.steps_done = steps_done
+        self.is_in_round = in_round
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""

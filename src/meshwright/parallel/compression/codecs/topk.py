@@ -94,9 +94,7 @@ class TopKCompression(SlicedCodec):
             yield Diagnostic(text, 'remove it, or set optimizer.name = "sgd"', f"{location}.momentum")
         own = max((each.momentum for each in (job.optimizer, *job.optimizer.groups)), default=0.0)
         if own:
-            text = (
-                f"momentum = {self.momentum} before codes, and the optimizer has momentum = {own} behind them"
-            )
+            text = f"momentum = {self.momentum} before codes, and the optimizer has {own} behind them"
             yield Diagnostic(text, "set optimizer.momentum = 0, or remove it here", f"{location}.momentum")
         if self.exact_steps:
             text = f"momentum before codes, and the first {self.exact_steps} steps have no codes"
