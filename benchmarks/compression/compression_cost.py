@@ -2,8 +2,10 @@
 
     tensor    25.6 M numbers of float32, normally distributed; what codes lose is left in their place
     unit      tensor.to(torch.bfloat16): it makes its output, as codecs make their codes
-    sides     "int8 both ways" codes and decodes; "topk" selects 1 % and writes pairs; each in turn with the
-              unit and a second instance of it, which shows the noise
+    sides     "int8 both ways" codes and decodes; "topk" selects 1 % and writes pairs; "powersgd" adds the
+              residual, makes factors of rank 4 of one matrix, keeps the residual and decodes, among two ranks
+              whose messages cost nothing; each in turn with the unit and a second instance of it, which shows
+              the noise
 
 The figure is that of the side that is furthest above (least below) its bar. Beside the bars: a cast into
 memory that is there already, in the same unit.
@@ -22,15 +24,19 @@ from benchmarks.harness.interleaved_timing import Cost, Rounds, Window, compare,
 from benchmarks.harness.rank_processes import InProcess
 from benchmarks.harness.result import Result
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec
 from meshwright.parallel.compression.codecs.topk import TopKCompression
+from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
+from meshwright.parallel.compression.residuals import CodedOperand
+from meshwright.plan.step.program import Transfer
 
 NAME = "compression_cost"
 CLAIM = (
-    "one core, 25.6 M elements: int8 both ways takes at most 3 casts to bfloat16, and the selection of the "
-    "largest 1 % at most 3.2"
+    "one core, 25.6 M elements: int8 both ways takes at most 3 casts to bfloat16, the selection of the "
+    "largest 1 % at most 3.2, and PowerSGD of rank 4 with its residual at most 2.3"
 )
-NUMEL = 25_600_000
+NUMEL, MATRIX, RANK = 25_600_000, (5000, 5120), 4
 UNIT, TWIN, IN_PLACE = "cast", "twin", "cast into memory that is there"
 WINDOW = Window(clean=20, most=60, limit_s=300, warmup=2, threshold=0.25)
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
@@ -69,9 +75,44 @@ def one_way(codec: SlicedCodec) -> Coding:
     return lambda values: encoded(codec, values)
 
 
+class PowerSGD:
+    """Rounds of PowerSGD of one matrix, with the residual of the call before; what a peer sends is what it
+    is sent.
+    """
+
+    def __init__(self) -> None:
+        self._codec = PowerSGDCompression(rank=RANK)
+        transfer = Transfer("all_reduce", ("dp_replicate",), 4 * NUMEL)
+        self._sum = CodedSum(transfer, 2, ((CodedPart("matrix", MATRIX, 0, NUMEL, 0),),))
+        self._states = {"factor/matrix": torch.randn(RANK, MATRIX[1])}
+        self._residual = {"matrix": torch.zeros(0)}  # as long as the gradient, from the first call on
+
+    def __call__(self, values: torch.Tensor) -> None:
+        if not len(self._residual["matrix"]):
+            self._residual["matrix"] = torch.zeros_like(values)
+        operand = CodedOperand(
+            self._sum,
+            values,
+            {"matrix": values},
+            values,
+            0,
+            0,
+            owed=self._residual,
+            kept=self._residual,
+            before=self._states,
+            after=self._states,
+        )
+        operand.add_owed()
+        for sends, receives in self._codec.sum_rounds(operand):
+            sent = dict(sends)
+            for peer, place in receives:
+                place.copy_(sent[peer])
+
+
 SIDES: Mapping[str, tuple[float, Coding]] = {  # by name: the bar, and what is timed
     "int8 both ways": (3.0, both_ways(Int8Compression())),
     "topk": (3.2, one_way(TopKCompression(density=0.01))),
+    "powersgd": (2.3, PowerSGD()),
 }
 
 

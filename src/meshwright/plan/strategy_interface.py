@@ -47,6 +47,7 @@ class ObservedSum:
     codes lost, a summand along the axes of `layouts`. `is_owed`: it comes later. `defined_sum(inputs)` is
     what the technique defines as the sum of the inputs of all ranks. `clipped` is what local clipping took
     from the gradient before. With `momentum`, momenta are added before codes; of those, `dropped` have ended.
+    `number` counts the sums of the rank in the order in which they begin.
     """
 
     axes: tuple[str, ...]
@@ -59,6 +60,7 @@ class ObservedSum:
     clipped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     dropped: "Mapping[str, torch.Tensor]" = field(default_factory=dict)
     momentum: float = 0.0
+    number: int = 0
 
 
 class ActivationCodec(ABC):

@@ -5,10 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from meshwright.engine.runtime.rank_state import RankState
+from meshwright.engine.step.observed_sums import largest_sum_error
 from meshwright.parallel.compression import residuals
 from meshwright.parallel.compression.codecs.block_codes import BlockCodec
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.parallel.compression.residuals import CodedOperand
+from meshwright.verifier.one_device import lost_steps
 from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
 from tests.tiny_model import case_of, verdict_of
 
@@ -100,3 +103,15 @@ def test_random_numbers_that_a_step_does_not_determine_are_found(monkeypatch: py
 
 def test_a_plan_without_codes_trains_no_second_time():
     assert verdict_of(case_of(ANALYZED, coded_plan(Int8Compression(exact_steps=9))), steps=2).passed
+
+
+def test_sums_that_end_in_another_order_on_one_rank_are_compared_in_the_order_of_their_begin(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def compared(state: RankState) -> float:
+        if state.world.rank == 1 and state.observed_sums:
+            state.observed_sums.reverse()
+        return largest_sum_error(state)
+
+    monkeypatch.setattr(lost_steps, "largest_sum_error", compared)
+    assert verdict_of(case_of(ANALYZED, coded_plan(Int8Compression(), "zero 2")), steps=2).passed

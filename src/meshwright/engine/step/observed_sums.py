@@ -103,7 +103,9 @@ def _logical_sums(
 
 def largest_sum_error(state: RankState) -> float:
     """Returns the largest error of any sum of this step on any rank, relative to the largest element."""
-    return _largest(state, max((_error(state, each) for each in state.observed_sums or ()), default=0.0))
+    # sums over several groups end in another order on every rank, and all must meet in the same one
+    sums = sorted(state.observed_sums or (), key=lambda each: each.number)
+    return _largest(state, max((_error(state, each) for each in sums), default=0.0))
 
 
 def _largest(state: RankState, value: float) -> float:

@@ -135,6 +135,7 @@ class CodedSums:
         self._begun = set[str]()  # the parameters of which a sum has counted in this step
         self._step: object = None  # the state of the step which these belong to
         self._defined = DefinedStates()
+        self._num_sums = 0
 
     def wrap_reduce(self, handler: Handler) -> Handler:
         """Returns a handler of REDUCE that sums codes where it should, and calls `handler` for the rest."""
@@ -149,7 +150,8 @@ class CodedSums:
             messages = [
                 ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in transfer.messages
             ]
-            rounds = self._rounds(self._operand(action, group), action, group)
+            self._num_sums += 1
+            rounds = self._rounds(self._operand(action, group), action, group, self._num_sums)
             state.issue(action, group.exchange(rounds, messages, action=action.name))
 
         return reduce
@@ -168,7 +170,7 @@ class CodedSums:
 
         return step
 
-    def _rounds(self, operand: CodedOperand, action: Action, group: Group) -> Rounds:
+    def _rounds(self, operand: CodedOperand, action: Action, group: Group, number: int) -> Rounds:
         self._codec.prepare(operand)
         operand.add_owed()
         values = operand.values
@@ -192,6 +194,7 @@ class CodedSums:
                 operand.clipped,
                 operand.dropped,
                 operand.decay,
+                number,
             )
             self._state.observed_sums.append(observed)
         operand.clear_padding()
