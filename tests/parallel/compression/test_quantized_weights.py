@@ -53,7 +53,8 @@ def plan_of(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 70001])
 def test_all_ranks_receive_the_values_of_the_codes_of_each_shard(numel: int, dtype: torch.dtype):
-    shards = torch.randn(3, numel, dtype=torch.float64).to(dtype)
+    generator = torch.Generator().manual_seed(numel)
+    shards = torch.randn(3, numel, generator=generator, dtype=torch.float64).to(dtype)
     shards[1] *= 1e-6
     shards[2] = 0
     rows = torch.empty(3, numel + 4 * -(-numel // 256), dtype=torch.uint8)
