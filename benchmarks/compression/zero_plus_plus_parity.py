@@ -11,18 +11,16 @@ The figure is the number of plans that match. Plans that are refused are drawn a
     python -m benchmarks.compression.zero_plus_plus_parity --only 17    one plan, with what differs; no result
 """
 
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from itertools import count
 from random import Random
 
 from benchmarks.harness.result import Result
 from benchmarks.random_plans.combinations import Row
-from benchmarks.random_plans.compared_rows import compare_all, matched_errors, technique_counts
+from benchmarks.random_plans.parity_of_draws import compared_draws, parity_result
 from benchmarks.random_plans.random_draws import Draw, draw
-from benchmarks.random_plans.random_plans import accepted_draws, try_plan
+from benchmarks.random_plans.random_plans import try_plan
 from benchmarks.random_plans.zero_plus_plus_draws import with_zero_plus_plus
-from meshwright.verifier.parity import TOLERANCE
 
 NAME = "zero_plus_plus_parity"
 CLAIM = (
@@ -42,25 +40,12 @@ def draws(seed: int = SEED) -> Iterator[Draw]:
 
 def result(rows: Sequence[Row]) -> Result:
     """Returns the result of these plans."""
-    detail = {
-        "seed": SEED,
-        "matched": sum(row["outcome"] == "matched" for row in rows),
-        "findings": [row for row in rows if row["outcome"] != "matched"],
-        "techniques": technique_counts(rows),
-    }
-    return Result.of_count(NAME, CLAIM, matched_errors(rows), limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+    return parity_result(NAME, CLAIM, rows, SEED, NUM_PLANS)
 
 
 def main() -> None:
     """Compares the plans and writes the result."""
-    parser = ArgumentParser(description="ZeRO++ beside other techniques")
-    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
-    options = parser.parse_args()
-    if options.only >= 0:
-        (drawn,) = (each for each in islice(draws(), 20 * NUM_PLANS) if each.number == options.only)
-        print(try_plan(drawn))
-        return
-    print(result(compare_all(NAME, accepted_draws(draws(), NUM_PLANS), try_plan)).write(NAME))
+    print(result(compared_draws(NAME, draws(), NUM_PLANS, try_plan)).write(NAME))
 
 
 if __name__ == "__main__":

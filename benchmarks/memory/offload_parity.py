@@ -17,12 +17,10 @@ The figure is the number of plans with equal bits and parity. Plans that are ref
 """
 
 import traceback
-from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import count, islice
+from itertools import count
 from random import Random
 
 import torch
@@ -30,15 +28,15 @@ import torch
 from benchmarks.harness.result import Result
 from benchmarks.memory.planted_offload_faults import FAULTS, is_found
 from benchmarks.random_plans.combinations import Row
-from benchmarks.random_plans.compared_rows import compare_all, matched_errors, technique_counts
 from benchmarks.random_plans.offload_draws import (
     with_activation_offload,
     with_partitioned_activations,
     with_states_offload,
 )
+from benchmarks.random_plans.parity_of_draws import compared_draws, counts_of, parity_result
 from benchmarks.random_plans.random_draws import Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
-from benchmarks.random_plans.random_plans import LIMIT_S, accepted_draws, try_plan
+from benchmarks.random_plans.random_plans import LIMIT_S, try_plan
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.sharded_state_dict import TensorShard
@@ -50,7 +48,6 @@ from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.parity import TOLERANCE
 
 NAME = "offload_parity"
 CLAIM = (
@@ -121,7 +118,7 @@ def offload_of(drawn: Draw) -> Offload | DiskOffload:
 def mode_of(offload: Offload | DiskOffload) -> str:
     """Returns what is offloaded, and who steps, in words."""
     if isinstance(offload, DiskOffload):
-        return f"optimizer_states on disk, {offload.num_buffers} buffers"
+        return f"{' '.join(offload.what)} on disk, {offload.num_buffers} buffers"
     return f"{' '.join(offload.what)}, {offload.step_on} steps"
 
 
@@ -153,29 +150,18 @@ def compare(drawn: Draw) -> Row:
 
 def result(rows: Sequence[Row], faults: dict[str, str]) -> Result:
     """Returns the result of these plans and of the planted faults, each with how it was found, or ""."""
-    detail = {
-        "seed": SEED,
-        "modes": dict(Counter(str(row["mode"]) for row in rows)),
-        "equal": sum(row["outcome"] == "matched" for row in rows),
-        "findings": [row for row in rows if row["outcome"] != "matched"],
+    more = {
+        "modes": counts_of(rows, "mode"),
         "faults": faults,
         "faults_found": sum(map(bool, faults.values())),
-        "techniques": technique_counts(rows),
     }
-    found = Result.of_count(NAME, CLAIM, matched_errors(rows), limit=TOLERANCE, bar=NUM_PLANS, detail=detail)
+    found = parity_result(NAME, CLAIM, rows, SEED, NUM_PLANS, more)
     return replace(found, holds=bool(found.holds) and all(faults.values()))
 
 
 def main() -> None:
     """Compares the plans, plants the faults, and writes the result."""
-    parser = ArgumentParser(description="offload beside other techniques")
-    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
-    options = parser.parse_args()
-    if options.only >= 0:
-        (drawn,) = (each for each in islice(draws(), 10 * NUM_PLANS) if each.number == options.only)
-        print(compare(drawn))
-        return
-    rows = compare_all(NAME, accepted_draws(draws(), NUM_PLANS), compare)
+    rows = compared_draws(NAME, draws(), NUM_PLANS, compare)
     faults = {name: is_found(fault) for name, fault in FAULTS.items()}
     print(result(rows, faults).write(NAME))
 

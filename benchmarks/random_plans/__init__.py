@@ -6,6 +6,7 @@ compression_draws  compresses gradients or activations in a random plan
 expert_draws   distributes experts in a random plan
 hpz_draws      gathers weights within hosts in a random plan
 offload_draws  offloads model states or activations in a random plan
+parity_of_draws  random plans that have a technique: those of a command line, and their result
 strategy_draws draws the strategies of a random plan
 random_draws   draws a model, a mesh and strategies from a seed
 random_models  the models of the random plans
