@@ -95,8 +95,11 @@ class ResolvedRun:
 
     def check_last_round(self) -> None:
         """Raises PlanError if the data end in the middle of a round of sites that train apart."""
-        period, num_steps = self.plan.program.period, self.local_batches(self.plan, 0).num_steps
-        if period is None or num_steps is None or num_steps >= self.plan.job.train.steps:
+        period = self.plan.program.period
+        if period is None:
+            return
+        num_steps = self.local_batches(self.plan, 0).num_steps
+        if num_steps is None or num_steps >= self.plan.job.train.steps:
             return
         if not period.ends_with(num_steps - 1):
             text = f"the data end after {num_steps} steps, in the middle of a round: sites would stay apart"

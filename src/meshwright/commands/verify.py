@@ -18,7 +18,7 @@ import meshwright
 from meshwright.api import parallelize
 from meshwright.api import trace as trace_plan
 from meshwright.comm.collectives.group import World
-from meshwright.commands.plan import resolve_config, write_plan
+from meshwright.commands.plan import ResolvedRequest, resolve_config, write_plan
 from meshwright.device.device_memory import free_and_total_host_nbytes
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.model.loss.loss_definition import Batch
@@ -30,9 +30,8 @@ from meshwright.planner.program_cost.rank_memory import nbytes_of_ranks
 from meshwright.report.terminal.progress import format_duration
 from meshwright.report.terminal.verdict_table import curve_view, trace_view, verdict_view
 from meshwright.resolve_config import (
-    NEITHER_FOUND_NOR_REFUSED,
     ResolvedRun,
-    open_request,
+    open_valid_request,
     plan_request,
     resolve_request,
 )
@@ -43,7 +42,7 @@ from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.host_memory_check import SAME_MEMORY
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
-from meshwright.run.launch.run_folder import claim_run_folder
+from meshwright.run.launch.run_folder import Attempt, claim_run_folder
 from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
@@ -111,13 +110,7 @@ def verify(
         reports = compare_on_threads(case, steps, timeout_s=WAIT_S)
     else:
         with claim_run_folder(folder) as attempt:
-            plan_file = folder / PLAN_FILE
-            write_plan((request, ready), plan_file)
-            argv = ["verify", str(plan_file), "--steps", str(steps), "--result-folder", str(folder)]
-            argv += ["--shrink"] if shrink else []
-            result = launcher(argv, plan.mesh.world_size, attempt)
-            if result.exit_code:
-                raise RanksFailed(result)
+            _run_ranks(launcher, (request, ready), folder, attempt, ("--steps", str(steps)), shrink=shrink)
             reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
     verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
     model = (
@@ -131,6 +124,24 @@ def verify(
     path = out or folder / "verdict.json"
     _write(verdict, path)
     return verdict, path
+
+
+def _run_ranks(
+    launcher: LocalLauncher,
+    resolved: ResolvedRequest,
+    folder: Path,
+    attempt: Attempt,
+    words: Sequence[str],
+    *,
+    shrink: bool,
+) -> None:
+    """Starts the ranks of a plan, told `words`, and waits for them. Raises RanksFailed if one fails."""
+    plan_file = folder / PLAN_FILE
+    write_plan(resolved, plan_file)
+    argv = ["verify", str(plan_file), *words, "--result-folder", str(folder)]
+    result = launcher([*argv, *(["--shrink"] if shrink else [])], resolved[1].plan.mesh.world_size, attempt)
+    if result.exit_code:
+        raise RanksFailed(result)
 
 
 def _check_host_memory(exact: Plan, *, shrink: bool) -> None:
@@ -221,20 +232,8 @@ def compare_curves(
         curves = _train_curves(request, steps, lambda train: run(train)[0], show, shrink=shrink)
     else:
         with claim_run_folder(folder) as attempt:
-            plan_file = folder / PLAN_FILE
-            write_plan((request, ready), plan_file)
-            argv = [
-                "verify",
-                str(plan_file),
-                "--curve",
-                "--steps",
-                str(steps),
-                "--result-folder",
-                str(folder),
-            ]
-            result = launcher([*argv, *(["--shrink"] if shrink else [])], plan.mesh.world_size, attempt)
-            if result.exit_code:
-                raise RanksFailed(result)
+            words = "--curve", "--steps", str(steps)
+            _run_ranks(launcher, (request, ready), folder, attempt, words, shrink=shrink)
             curves = TypeAdapter(list[LossCurve]).validate_json((folder / CURVES_FILE).read_bytes())
     exact = replace(request, strategies=exact_counterparts(plan.strategies), extra={})
     verdict = CurveVerdict(
@@ -304,9 +303,7 @@ def _exact_and_lossy(request: PlanRequest) -> Iterator[ResolvedRun]:
     """Yields the run of the exact counterpart of a resolved `request`, and that of the request; the model is
     analyzed once.
     """
-    opened, mesh, given = open_request(request, [], needs_data=True), Mesh(**request.mesh), request.strategies
-    if opened is None or given is None:
-        raise RuntimeError(NEITHER_FOUND_NOR_REFUSED)
+    opened, mesh, given = open_valid_request(request), Mesh(**request.mesh), request.strategies or ()
     for strategies in (exact_counterparts(given), given):
         ready = plan_request(replace(request, strategies=strategies), mesh, opened)
         raise_diagnostics(static_checks(ready.plan))

@@ -26,7 +26,6 @@ The exact counterpart of a plan has the same job, mesh and microbatches; strateg
 left out, or replaced (`Strategy.exact_counterpart`).
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -39,6 +38,7 @@ from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.verifier.verdict_and_cause import write_json
 
 Trained = tuple[tuple[float, ...], tuple[float, float] | None]  # by `train_curve`
 NUM_SEEDS = 3
@@ -166,11 +166,9 @@ class CurveVerdict:
 
     def write(self, path: Path) -> None:
         """Writes verdict and curves as JSON; a loss that is not finite becomes a text."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         told = {"passed": self.passed, "outcome": self.outcome, "reason": self.reason}
         numbers = {"gap": self.gap, "gaps": self.gaps, "spread": self.spread, "fall": self.fall}
-        document = _plain({**told, **numbers, **asdict(self)})
-        path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        write_json(path, {**told, **numbers, **asdict(self)})
 
     def __str__(self) -> str:
         return f"{self.mesh} {OUTCOMES[self.outcome]}: {self.reason}"
@@ -240,11 +238,3 @@ def train_curve(
 
 def _is_finite(curve: LossCurve) -> bool:
     return isfinite(curve.last)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -15,7 +15,6 @@ parity. A model whose forward depends on values of parameters cannot run on fake
 (`NeedsRealTensorsError`); it can on real ones, whole or scaled down.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,6 +40,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.verifier.messages import Message, count_problems, issued_messages, planned_messages
+from meshwright.verifier.verdict_and_cause import write_json
 
 DEFAULT_NUM_STEPS = 2  # the setup of a first step (buckets, states) must not change what the next sends
 MAX_SHOWN = 5  # diagnostics in the text of a verdict
@@ -96,8 +96,7 @@ class TraceVerdict:
 
     def write(self, path: Path) -> None:
         """Writes the verdict as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
+        write_json(path, asdict(self))
 
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} of {self.mesh}"

@@ -111,8 +111,7 @@ class Verdict:
 
     def write(self, path: Path) -> None:
         """Writes the verdict as JSON; an error that is not finite becomes the text "nan" or "inf"."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
+        write_json(path, asdict(self))
 
     @property
     def cause_note(self) -> str:
@@ -149,6 +148,12 @@ class Verdict:
             f"{self.mesh} does NOT equal {self.reference} (allowed {self.tolerance:g}; cause: "
             f"{self.cause})\n  {self.first_difference}{others}{self.cause_note}"
         )
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Writes `document`, into a new folder too; a number that is not finite becomes a text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_plain(document), indent=2, allow_nan=False) + "\n")
 
 
 def _plain(value: Any) -> Any:

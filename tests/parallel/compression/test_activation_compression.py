@@ -201,7 +201,7 @@ def undecoded(kind: str) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         found = receive(io, action, transfer, tensor.zero_())
         if action.kind == kind:
-            io._state.works[action.name]._decode = None
+            io._state.works[action.name]._finish = None
         return found
 
     return leaves_what_memory_held

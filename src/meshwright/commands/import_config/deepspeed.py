@@ -12,9 +12,8 @@ from meshwright.commands.import_config.deepspeed_offload import (
     PARAM_PATH,
     PIPELINED,
     ZERO,
-    checkpoints_blocks,
+    activation_strategies,
     offloaded_of,
-    write_activations,
 )
 from meshwright.commands.import_config.option_rules import (
     DISK_KEYS,
@@ -275,8 +274,10 @@ def translate(config: Translation, devices: int) -> None:
     _write_schedule(config)
     _write_precision(config)
     layout = layout_of(config, devices)
-    write_layout(config, layout, {} if checkpoints_blocks(config, layout.tp) else None)
-    write_activations(config, layout.tp)
+    elsewhere = activation_strategies(config, layout.tp)
+    write_layout(config, layout, {} if elsewhere else None)
+    for name in elsewhere:
+        config.add_strategy(name)
     trackers = [name for name in ("tensorboard", "wandb") if config.get(f"{name}.enabled", False)]
     if trackers:
         config.set("run.trackers", trackers)

@@ -72,21 +72,16 @@ def _disk_fields(config: Translation, table: str) -> dict[str, Any]:
     return {"folder": str(folder or "/nvme"), **buffers}
 
 
-def write_activations(config: Translation, tp: int) -> None:
-    """Adds the strategies of DeepSpeed's activation checkpointing that keep what is kept elsewhere."""
+def activation_strategies(config: Translation, tp: int) -> tuple[str, ...]:
+    """Returns the strategies of DeepSpeed's activation checkpointing: those that keep elsewhere what
+    checkpointed blocks keep.
+    """
     partition, copy = (f"{CHECKPOINTING}{name}" for name in ("partition_activations", "cpu_checkpointing"))
-    if config.get(partition, False) and tp == 1:
+    partitions, copies = config.get(partition, False), config.get(copy, False)
+    if partitions and tp == 1:
         config.drop(partition, "only with tensor parallelism: one rank has all of it")
-    if config.get(partition, False) and tp > 1:
-        config.add_strategy("partitioned_activations")
-    if config.get(copy, False):
-        config.add_strategy("activation_offload")
-
-
-def checkpoints_blocks(config: Translation, tp: int) -> bool:
-    """Returns whether an option says where what checkpointed blocks keep rests, so that they are there."""
-    partitions = config.get(f"{CHECKPOINTING}partition_activations", False) and tp > 1
-    return bool(partitions or config.get(f"{CHECKPOINTING}cpu_checkpointing", False))
+    chosen = {"partitioned_activations": partitions and tp > 1, "activation_offload": copies}
+    return tuple(name for name, is_chosen in chosen.items() if is_chosen)
 
 
 def _offload_device(config: Translation, option: str, old: str) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.forward_backward.observed_stage_values import observe_stage_value
+from meshwright.engine.runtime.async_copies import FinishedOnWait
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
@@ -48,30 +49,6 @@ class _MicrobatchValues:
         """Returns the sum of the gradients that have arrived for a value, and drops them."""
         first, *rest = self.gradients.pop(name)
         return sum(rest, start=first)
-
-
-class DecodedReceive(Work):
-    """A receive of codes, which the first that waits for it decodes."""
-
-    def __init__(self, work: Work, decode: Callable[[], None]) -> None:
-        self._work: Work = work
-        self._decode: Callable[[], None] | None = decode
-
-    def wait(self) -> None:
-        """Returns when the value is in place. Raises CollectiveError when the peer is gone."""
-        self._work.wait()
-        if self._decode is not None:
-            self._decode()
-            self._decode = None  # lets go of the codes
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the value has been decoded."""
-        return self._decode is None
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the codes have arrived."""
-        self._work.add_done_callback(callback)
 
 
 def make_stage_io(state: RankState) -> "StageIO | None":
@@ -299,7 +276,7 @@ class StageIO:
             message = tensor if codec is None else codec.empty_codes(tensor)
             work = group.recv(message, source=peer, action=action.name)
             if codec is not None:
-                work = DecodedReceive(work, partial(codec.decode, message, tensor))
+                work = FinishedOnWait(work, partial(codec.decode, message, tensor))
             self._state.issue(action, work)
         return tensor
 

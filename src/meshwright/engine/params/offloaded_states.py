@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.collectives.group import Work
 from meshwright.engine.params.delayed_steps import DelayedSteps
+from meshwright.engine.runtime.async_copies import FinishedOnWait
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
@@ -36,22 +36,6 @@ class RestingTensor:
     assign: Callable[..., None]
 
 
-class _StagedSum(Work):
-    """A shard on its way to the host, where whoever waits first adds it to the sum."""
-
-    def __init__(self, copy: Work, add: Callable[[], object]) -> None:
-        self._copy, self._add, self._is_added = copy, add, False
-
-    def wait(self) -> None:
-        if not self._is_added:
-            self._copy.wait()
-            self._add()
-            self._is_added = True
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._copy.add_done_callback(callback)
-
-
 class OffloadedStates:
     """Copies the model states of one rank between host and device."""
 
@@ -63,7 +47,7 @@ class OffloadedStates:
             (each.name for each in state.plan.actions if each.kind == "FETCH_STATES"), ""
         )
         # shards that are to be added on the host, by parameter group, and where they lie until then
-        self._sums: dict[str, _StagedSum] = {}
+        self._sums: dict[str, FinishedOnWait] = {}
         self._staging: dict[str, torch.Tensor] = {}
         self.delayed_steps = DelayedSteps(state)
         self.handlers: dict[str, Handler] = {
@@ -138,7 +122,7 @@ class OffloadedStates:
             self._staging[staged[0].name] = host_memory.empty((staged[0].nbytes,), torch.uint8, total)
         place = self._staging[staged[0].name][: local_grads.nbytes].view(local_grads.dtype)
         add = total.copy_ if len(action.allocations) > len(staged) else total.add_
-        work = _StagedSum(host_memory.start_copies(action, [(place, local_grads)]), partial(add, place))
+        work = FinishedOnWait(host_memory.start_copies(action, [(place, local_grads)]), partial(add, place))
         if local_grads.is_cpu:  # the copy has ended
             work.wait()
         self._sums[action.subject] = work

@@ -53,6 +53,23 @@ class HostCopy(Work):
         return self._pinned.tolist()
 
 
+class FinishedOnWait(Work):
+    """A work that whoever waits for it first finishes by `finish`, once."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._finish is not None:
+            self._finish()
+            self._finish = None  # lets go of what it holds
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self._work.add_done_callback(callback)
+
+
 class DeviceCopies:
     """The copies of one rank between the host and `device`."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.backends.fake import CompletedWork
-from meshwright.comm.collectives.group import Work, World
+from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds, Work, World
 from meshwright.engine.runtime.async_copies import DeviceCopies
 from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.host_memory import HostMemory
@@ -351,6 +351,12 @@ class RankState:
             case _:
                 work = group.all_reduce(output, action=action.name, algorithm=transfer.algorithm)
         self.issue(action, work)
+
+    def start_exchange(self, action: Action, group: Group, rounds: Rounds) -> None:
+        """Starts `rounds` in `group`: the messages that carry the transfer of `action`."""
+        carried = () if action.transfer is None else action.transfer.messages
+        messages = [ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in carried]
+        self.issue(action, group.exchange(rounds, messages, action=action.name))
 
     def issue_send(self, action: Action, work: Work) -> None:
         """Records the send of a tensor that nobody waits for; sends that have ended let go of theirs."""

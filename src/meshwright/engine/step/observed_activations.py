@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.observed_sums import ACTION
+from meshwright.engine.step.observed_sums import ACTION, largest_of_ranks
 from meshwright.model.pipeline.rounded_values import RoundedValues, Rounding
 from meshwright.plan.model_spec.stage_transfers import StageTransfer, stage_transfers
 from meshwright.plan.plan import Plan
@@ -50,10 +50,7 @@ def rounded_values(state: RankState) -> RoundedValues | None:
 
 def largest_code_error(state: RankState) -> float:
     """Returns the largest loss of any code of this step on any rank, in units of what its codec allows."""
-    errors = [each.error for each in state.observed_codes or ()]
-    mine = torch.tensor([max(errors, default=0.0)], dtype=torch.float64)
-    found = _of_all_ranks(state, mine)
-    return float("nan") if found.isnan().any() else found.max().item()
+    return largest_of_ranks(state, max((each.error for each in state.observed_codes or ()), default=0.0))
 
 
 def _lost_by_key(state: RankState) -> dict[tuple[str, ...], torch.Tensor]:

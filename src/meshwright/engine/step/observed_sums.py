@@ -55,8 +55,8 @@ class LocalChanges:
 def local_changes(state: RankState) -> LocalChanges:
     """Returns what ranks did to their gradients before codes in this step."""
     observed = state.observed_sums or ()
-    momentum = _largest(state, max((each.momentum for each in observed), default=0.0))
-    clips = _largest(state, float(any(each.clipped for each in observed)))
+    momentum = largest_of_ranks(state, max((each.momentum for each in observed), default=0.0))
+    clips = largest_of_ranks(state, float(any(each.clipped for each in observed)))
     return LocalChanges(
         momentum,
         _step_sums(state, lambda each: each.clipped) if clips else {},
@@ -105,10 +105,10 @@ def largest_sum_error(state: RankState) -> float:
     """Returns the largest error of any sum of this step on any rank, relative to the largest element."""
     # sums over several groups end in another order on every rank, and all must meet in the same one
     sums = sorted(state.observed_sums or (), key=lambda each: each.number)
-    return _largest(state, max((_error(state, each) for each in sums), default=0.0))
+    return largest_of_ranks(state, max((_error(state, each) for each in sums), default=0.0))
 
 
-def _largest(state: RankState, value: float) -> float:
+def largest_of_ranks(state: RankState, value: float) -> float:
     """Returns the largest `value` of any rank."""
     mine, group = torch.tensor([value], dtype=torch.float64), state.world.group(AXES)
     found = mine.new_empty(group.size)

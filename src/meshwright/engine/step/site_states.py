@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
-from meshwright.model.tensors.lazy_mapping import LazyTensors, read_region, tensor_shape
+from meshwright.model.tensors.lazy_mapping import renamed
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.strategy_state import STATE_PREFIX
@@ -71,8 +71,8 @@ def state_of_site(plan: RankPlan, saved: Mapping[str, torch.Tensor]) -> Mapping[
     prefix = _prefix(plan.site_of(plan.rank) % num_saved)
     own = {name.removeprefix(prefix): name for name in saved if prefix and name.startswith(prefix)}
     kinds = {_kind(name) for name in own}
-    shared = (name for name in saved if not name.startswith(SITE_PREFIX) and _kind(name) not in kinds)
-    return _renamed(saved, dict.fromkeys(shared) | own)
+    shared = {name: name for name in saved if not name.startswith(SITE_PREFIX) and _kind(name) not in kinds}
+    return renamed(saved, shared | own)
 
 
 def without_sites(local_state: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
@@ -92,20 +92,6 @@ def num_saved_sites(names: Iterable[str]) -> int:
 def is_in_round(names: Iterable[str]) -> bool:
     """Returns whether the tensors `names` were saved in the middle of a round."""
     return any(name.startswith(SITE_PREFIX) and name.split("/")[1] in PARAMETER_KINDS for name in names)
-
-
-def _renamed(saved: Mapping[str, torch.Tensor], names: Mapping[str, str | None]) -> LazyTensors:
-    """Returns the tensors of `saved` by other names; None: by the same one."""
-
-    def saved_name(name: str) -> str:
-        return names[name] or name
-
-    return LazyTensors(
-        names,
-        lambda name: saved[saved_name(name)],
-        lambda name, region: read_region(saved, saved_name(name), region),
-        lambda name: tensor_shape(saved, saved_name(name)),
-    )
 
 
 def _kind(name: str) -> str:

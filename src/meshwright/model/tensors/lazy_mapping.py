@@ -67,12 +67,16 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensors:
     """Returns the entries of `tensors` whose name starts with `prefix`, by the rest of their name."""
-    names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    return renamed(tensors, {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)})
+
+
+def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> LazyTensors:
+    """Returns entries of `tensors` by other names: `names` has the name in `tensors` of each."""
     return LazyTensors(
         names,
-        lambda name: tensors[prefix + name],
-        lambda name, region: read_region(tensors, prefix + name, region),
-        lambda name: tensor_shape(tensors, prefix + name),
+        lambda name: tensors[names[name]],
+        lambda name, region: read_region(tensors, names[name], region),
+        lambda name: tensor_shape(tensors, names[name]),
     )
 
 

@@ -76,6 +76,11 @@ class CodedSum:
         return self.transfer.nbytes // FLOAT_NBYTES[self.transfer.dtype]
 
     @property
+    def wide_nbytes(self) -> int:
+        """The bytes of a number in which sums are made: float32, or wider where gradients are."""
+        return 8 if self.transfer.dtype == "float64" else 4
+
+    @property
     def is_scattered(self) -> bool:
         """Whether each rank ends with its slice of the sum only."""
         return self.transfer.collective == "reduce_scatter"

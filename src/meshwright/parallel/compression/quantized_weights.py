@@ -34,7 +34,7 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.comm.collectives.group import ExchangedMessage, Rounds
+from meshwright.comm.collectives.group import Rounds
 from meshwright.comm.shared_memory import int8_codes
 from meshwright.parallel.compression.codecs.block_codes import (
     BLOCK,
@@ -44,6 +44,7 @@ from meshwright.parallel.compression.codecs.block_codes import (
     split_bytes,
 )
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sliced_sums import of_peers
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
@@ -158,12 +159,9 @@ class _CodedGathers:
                 action.allocations[-1],
             )
             codes = state.flat_params.buffer(buffer.name, buffer.nbytes, torch.uint8)
-            messages = [
-                ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in transfer.messages
-            ]
-            rows = codes[: group.size * messages[0].nbytes].view(group.size, -1)
+            rows = codes[: group.size * transfer.messages[0].nbytes].view(group.size, -1)
             rounds = _gather_rounds(operand.input, operand.output, rows, group.index)
-            state.issue(action, group.exchange(rounds, messages, action=action.name))
+            state.start_exchange(action, group, rounds)
 
         return unshard
 
@@ -173,8 +171,7 @@ def _gather_rounds(shard: torch.Tensor, full: torch.Tensor, rows: torch.Tensor, 
     # gathers begin within the model's forward, whose modes (of verify: all in float64) are not for codes
     with torch._C.DisableTorchFunction():
         encode_shard(shard, rows[index])
-    others = [rank for rank in range(len(rows)) if rank != index]
-    yield [(rank, rows[index]) for rank in others], [(rank, rows[rank]) for rank in others]
+    yield of_peers(rows[index].expand_as(rows), index), of_peers(rows, index)
     with torch._C.DisableTorchFunction():
         decode_shards(rows, full.view(len(rows), -1))
 

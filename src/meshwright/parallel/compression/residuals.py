@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
+from meshwright.comm.collectives.group import Group, Rounds
 from meshwright.model.tensors.counter_rng import derive_key
 from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.plan.sharding.mesh import in_mesh_order
@@ -122,11 +122,14 @@ class CodedSums:
     """
 
     def __init__(
-        self, runtime: Runtime, codec: "GradientCompression", coded: Iterable[Action], *, may_skip: bool
+        self, runtime: Runtime, codec: "GradientCompression", coded: Sequence[Action], *, may_skip: bool
     ) -> None:
         self._state, self._codec, self._may_skip = runtime.state, codec, may_skip
-        shardings = runtime.state.plan.view.param_shardings
-        self._param_shardings = {each.param.name: each for each in shardings}
+        view = runtime.state.plan.view
+        self._param_shardings = {each.param.name: each for each in view.param_shardings}
+        self._sums = {
+            each.name: CodedSum.of(each, each.transfer, view) for each in coded if each.transfer is not None
+        }
         self._places = {action.name: self._place(action) for action in coded}  # of this rank, by action
         self._states = dict[str, dict[str, torch.Tensor]]()  # by parameter, by key
         for key, each in runtime.tensors.items():
@@ -147,12 +150,9 @@ class CodedSums:
                 handler(action)
                 return
             group = state.world.group(transfer.axes, transfer.member_indices)
-            messages = [
-                ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in transfer.messages
-            ]
             self._num_sums += 1
             rounds = self._rounds(self._operand(action, group), action, group, self._num_sums)
-            state.issue(action, group.exchange(rounds, messages, action=action.name))
+            state.start_exchange(action, group, rounds)
 
         return reduce
 
@@ -238,11 +238,8 @@ class CodedSums:
         begins = frozenset(by_param).difference(self._begun) if after else frozenset()
         self._begun |= begins
         counts = bool(state.token_counter.loss_weight(action.microbatch))
-        transfer = action.transfer
-        if transfer is None:
-            raise ValueError(f"{action.name} has no transfer, and codes are sums; give it one")
         return CodedOperand(
-            CodedSum.of(action, transfer, state.plan.view),
+            self._sums[action.name],
             flat,
             by_param,
             operand.output.view(-1),

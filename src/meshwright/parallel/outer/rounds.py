@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages
 from meshwright.plan.hardware.memory_tiers import ON_DEVICE
-from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -161,9 +161,10 @@ class RoundStrategy(Strategy):
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         if view.plan.mesh.size(self.axis) == 1:
             return program
-        raise_diagnostics(
-            each for role in program.roles for each in _order_diagnostics(self.name, role.actions)
-        )
+        if any(stepped_microbatches(role.actions) for role in program.roles):
+            text = "each microbatch is a step of its own, at weights that are several updates old"
+            fix = "use another schedule of the pipeline, or one site"
+            raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
         return program.edit(lambda actions: [*actions, *self._round_actions(actions, view, job)])
 
     def states(self, view: RankView, job: Job) -> Iterator[StateSpec]:
@@ -224,13 +225,6 @@ def _with_buffers(averages: Sequence[Action], in_place: Sequence[bool]) -> list[
         buffer = Allocation(f"mean({number % 2})", max(sizes[number % 2 :: 2]))
         edited.append(average if in_place[number] else replace(average, allocations=(buffer,)))
     return edited
-
-
-def _order_diagnostics(name: str, actions: Sequence[Action]) -> Iterator[Diagnostic]:
-    """Yields what rounds do not support in the order of a step."""
-    if stepped_microbatches(actions):
-        text = "each microbatch is a step of its own, at weights that are several updates old"
-        yield Diagnostic(text, "use another schedule of the pipeline, or one site", f"strategies.{name}")
 
 
 def _end_of(average: Action) -> Action:

@@ -172,8 +172,7 @@ class DeviceProfile:
 
     def coding_seconds(self, codec: str, numel: float) -> float | None:
         """Returns the seconds of `codec` for a sum of `numel` elements; None if it was not measured."""
-        seconds = {each.operation: each.seconds for each in self.codings}.get(codec)
-        return None if seconds is None else seconds * numel
+        return next((each.seconds * numel for each in self.codings if each.operation == codec), None)
 
     def _memory_seconds(self, nbytes: float) -> float:
         timings = self._sorted_memory_ops

@@ -52,6 +52,8 @@ def compression_gain(plan: Plan, target: ExecutionTarget) -> CompressionGain:
 
 def compression_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
     """Yields what a compressed plan gains, and from which link speed on; nothing of other plans."""
+    if not plan.sharding.compressed_params:
+        return
     gain = compression_gain(plan, target)
     if not gain.saved_nbytes:
         return

@@ -83,14 +83,8 @@ def _state_bytes(plan: RankPlan, groups: Sequence[GroupStates], tier: MemoryTier
     )
     has_states = tiers.optimizer_states == tier
     if tier == "disk" and has_states:  # the rest of the last block of each record
-        buffers += sum(
-            each.record_nbytes
-            + each.weight_record_nbytes
-            - each.master_nbytes
-            - each.state_nbytes
-            - (each.weight_nbytes if each.weight_tier == "disk" else 0)
-            for each in groups
-        )
+        records = sum(each.record_nbytes + each.weight_record_nbytes for each in groups)
+        buffers += records - weights - sum(each.master_nbytes + each.state_nbytes for each in groups)
     return StateBytes(
         parameters=weights + (rounded if tier == "host" and has_states else 0),
         gradients=gradients,

@@ -198,10 +198,12 @@ class PlanOverview:
         elif needed > self.device.host_memory:
             has = format_nbytes(self.device.host_memory)
             yield TOO_LARGE_ON_HOST.format(who, format_nbytes(needed), has), "bold red"
+        if not self.device.disk_space:
+            return
         ranks, needed = fullest_host(self.plan, self._ranks_per_host, "disk")
-        if 0 < self.device.disk_space < needed:
-            who, has = f"{_host_text(ranks)} need", format_nbytes(self.device.disk_space)
-            who += "" if len(ranks) > 1 else "s"
+        if needed > self.device.disk_space:
+            who = f"{_host_text(ranks)} need{'' if len(ranks) > 1 else 's'}"
+            has = format_nbytes(self.device.disk_space)
             yield TOO_LARGE_ON_DISK.format(who, format_nbytes(needed), has), "bold red"
 
     def _memory_bars(self) -> Iterator[RenderableType]:

@@ -80,12 +80,11 @@ class WeightVersionReplay:
             for tensor in values.values()
         )
         norm = (squares / max(1, sum(count > 0 for count in counts))) ** 0.5
-        parameters = {name: p.detach().clone() for name, p in self._subject.parameters.items()}
         return ReferenceStep(
             batch,
             loss / (sum(counts) or 1.0),
             norm,
             gradients_by_microbatch[self._microbatch_order[-1]],
-            parameters,
+            {},  # recorded when the round has ended
             gradients_by_microbatch,
         )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from meshwright.parallel.compression.codecs.block_codes import CHUNK, in_blocks
+from meshwright.parallel.compression.codecs.block_codes import CHUNK, BlockCodec, in_blocks
+from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.parallel.compression.codecs.int4 import Int4Compression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from tests.parallel.compression.coded_plans import decoded
@@ -23,9 +24,10 @@ def test_blocks_are_padded_with_zeros():
     assert in_blocks(torch.ones(5), 4).tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("codec", [Int8Compression(), CastCompression(dtype="float8")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_flat_codes_say_what_sums_say_and_leave_the_values(dtype: torch.dtype):
-    codec, values = Int8Compression(), torch.randn(CHUNK + 300).to(dtype)
+def test_flat_codes_say_what_sums_say_and_leave_the_values(dtype: torch.dtype, codec: BlockCodec):
+    values = torch.randn(CHUNK + 300).to(dtype)
     before, codes = values.clone(), torch.empty(codec.slice_nbytes(len(values)), dtype=torch.uint8)
     codec.encode_flat(values, codes)
     assert torch.equal(values, before)

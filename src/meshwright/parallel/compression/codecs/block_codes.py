@@ -83,7 +83,11 @@ class BlockCodec(SlicedCodec):
         """Writes the codes of flat `values`, of any float dtype, which stay as they are."""
         wide = torch.promote_types(values.dtype, torch.float32)
         for at, nbytes, chunk in self._chunks(values):
-            self.encode_in_place(chunk.to(wide, copy=True), codes[at : at + nbytes], None)
+            self.write_codes(chunk.to(wide, copy=True), codes[at : at + nbytes])
+
+    def write_codes(self, values: torch.Tensor, codes: torch.Tensor) -> None:
+        """Writes the codes of a chunk, each to the nearest; `values` may be overwritten."""
+        codes.copy_(self.encode(values, None))
 
     def encode_in_place(self, values: torch.Tensor, codes: torch.Tensor, draws: torch.Tensor | None) -> None:
         """Writes the codes of a chunk into `codes`, and leaves in `values` what they lose."""

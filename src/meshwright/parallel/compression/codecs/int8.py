@@ -56,6 +56,12 @@ class Int8Compression(RoundedCodec):
         else:
             super().encode_in_place(values, codes, draws)
 
+    def write_codes(self, values: torch.Tensor, codes: torch.Tensor) -> None:
+        if int8_codes.can_code(values):
+            int8_codes.encode(values, *split_bytes(codes, len(values)))
+        else:
+            super().write_codes(values, codes)
+
     def decode_into(self, codes: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
         if int8_codes.can_code(values):
             int8_codes.decode(*split_bytes(codes, len(values)), values, add=add)

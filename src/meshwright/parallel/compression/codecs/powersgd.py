@@ -47,6 +47,7 @@ from typing import ClassVar
 
 import torch
 
+from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Rounds
 from meshwright.parallel.compression.codecs.sliced_sums import of_peers, slice_numel
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
@@ -125,7 +126,7 @@ class PowerSGDCompression(GradientCompression):
         return max((each[1] for each in sides if pays(self.rank, *each, prod(each))), default=0)
 
     def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
-        width = _width(coded_sum)
+        width = coded_sum.wide_nbytes
         found = list[Transfer]()
         for numel in self._slice_numels(coded_sum):
             nbytes = width * numel
@@ -142,7 +143,7 @@ class PowerSGDCompression(GradientCompression):
     def scratch_nbytes(self, coded_sum: CodedSum) -> int:
         # P and Q, each beside what arrives of others, and P while its rows are made orthonormal
         numels = [coded_sum.num_ranks * numel for numel in self._slice_numels(coded_sum)]
-        return _width(coded_sum) * (numels[0] + max(numels[0], 2 * sum(numels[1:])))
+        return coded_sum.wide_nbytes * (numels[0] + max(numels[0], 2 * sum(numels[1:])))
 
     def _slice_numels(self, coded_sum: CodedSum) -> Iterator[int]:
         """Yields the numbers in a slice of P with exact elements, and in one of Q, if there is any."""
@@ -377,9 +378,7 @@ def summed_in_order(values: torch.Tensor, index: int, num_ranks: int) -> Rounds:
     arrived = torch.empty_like(slices)
     yield of_peers(slices, index), of_peers(arrived, index)
     arrived[index] = slices[index]
-    total = slices[index].copy_(arrived[0])
-    for each in arrived[1:]:
-        total += each
+    total = ordered_sum(arrived.unbind(), out=slices[index])
     yield of_peers(total.expand_as(slices), index), of_peers(slices, index)
 
 
@@ -405,8 +404,3 @@ def orthonormal_rows(factors: torch.Tensor) -> torch.Tensor:
 def _touched_rows(part: CodedPart, columns: int) -> int:
     """Returns the rows of a matrix of `columns` columns that `part` has elements of."""
     return -(-part.end // columns) - part.begin // columns if part.numel else 0
-
-
-def _width(coded_sum: CodedSum) -> int:
-    """Returns the bytes of a number of a factor."""
-    return 8 if coded_sum.transfer.dtype == "float64" else 4

@@ -82,7 +82,7 @@ class SlicedCodec(GradientCompression):
         num_ranks, part = coded_sum.num_ranks, slice_numel(coded_sum.numel, coded_sum.num_ranks)
         sums = 0 if coded_sum.is_scattered else self.sum_nbytes(part, num_ranks)
         codes = num_ranks * max(2 * self.slice_nbytes(part), sums)
-        return codes + (8 if coded_sum.transfer.dtype == "float64" else 4) * part
+        return codes + coded_sum.wide_nbytes * part
 
     def sum_rounds(self, operand: CodedOperand) -> Rounds:
         """Yields the two rounds of an all-reduce, or the one of a reduce-scatter."""

@@ -48,13 +48,11 @@ import torch
 from meshwright.model.tensors.counter_rng import chunk_numel, uniform
 from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec, slice_numel
 from meshwright.parallel.compression.residuals import CodedOperand
-from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import Constraint, at_least, below_one
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Program
-from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_state import StateSpec
 
 PAIR_NBYTES, VALUE_NBYTES = 8, 4  # a value and its index; a value
@@ -108,13 +106,6 @@ class TopKCompression(SlicedCodec):
             text = f"momentum before codes, and {len(exact)} parameters are summed exactly ({exact[0]} ...)"
             fix = "remove momentum, and set optimizer.momentum; or choose all parameters"
             yield Diagnostic(text, fix, f"strategies.{self.name}.momentum")
-
-    def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        if self.momentum and any(stepped_microbatches(role.actions) for role in program.roles):
-            text = "momentum before codes decays once in a step, and here each microbatch is an update"
-            fix = "remove momentum, and set optimizer.momentum; or use another schedule"
-            raise PlanError(text, fix=fix, location=f"strategies.{self.name}.momentum")
-        return super().rewrite(program, view, job)
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         residuals = tuple(super().states(view, job))
