@@ -176,8 +176,8 @@ def rounds_text(plan: Plan) -> dict[str, str]:
     text = (
         f"{plan.num_sites} sites train apart and meet every {period.num_steps} steps{warmup}: a rank sends "
         f"{format_nbytes(nbytes)} over {', '.join(plan.sharding.varying_axes)} in a step that ends a round, "
-        f"0 between, {format_nbytes(nbytes / period.num_steps)} per step in the mean; what is sent per step "
-        f"is that of one that ends a round"
+        f"0 between, {format_nbytes(nbytes * period.share_of_ends)} per step in the mean; what is sent "
+        f"per step is that of one that ends a round"
     )
     return {"rounds": text}
 
