@@ -136,13 +136,36 @@ def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str,
     }
 
 
+def parse(arguments: Sequence[str]) -> tuple[bool, str, Window]:
+    """Returns whether to be quick, which plans alone to measure ("": all), and the rounds of each."""
+    quick = "--quick" in arguments
+    only = arguments[arguments.index("--only") + 1] if "--only" in arguments else ""
+    window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
+    return quick, only, window
+
+
+def result_of(
+    name: str,
+    claim: str,
+    rows: Mapping[str, Mapping[str, object]],
+    bytes_bar: float,
+    more: Mapping[str, object],
+) -> Result:
+    """Returns the result of `rows`, as `predict_and_measure` makes them, with `more` in its detail: seconds
+    within SECONDS_BAR, bytes within `bytes_bar`.
+    """
+    values, byte_errors = (
+        [abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off")
+    )
+    detail = {"plans": rows, "bytes_off": byte_errors, "limit_bytes": bytes_bar, **more}
+    figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS_BAR}
+    holds = max(values) <= SECONDS_BAR and max(byte_errors) <= bytes_bar
+    return Result.of(name, claim, values=values, **figures, holds=holds, repeats=15, detail=detail)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the benches, predicts and measures all plans, and writes the result."""
-    quick, only = (
-        "--quick" in arguments,
-        arguments[arguments.index("--only") + 1] if "--only" in arguments else "",
-    )
-    window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
+    quick, only, window = parse(arguments)
     with TemporaryDirectory() as private:
         folder = Path(private)
         run_bench("network", folder, quick=quick)
@@ -151,15 +174,7 @@ def main(arguments: Sequence[str]) -> None:
         if quick or only:
             return
         machine = {name: (folder / f"{name}.toml").read_text() for name in BENCHES}
-    values, byte_errors = (
-        [abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off")
-    )
-    detail = {"plans": rows, "bytes_off": byte_errors, "limit_bytes": BYTES_BAR, **machine}
-    figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS_BAR}
-    holds = max(values) <= SECONDS_BAR and max(byte_errors) <= BYTES_BAR
-    print(
-        Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME)
-    )
+    print(result_of(NAME, CLAIM, rows, BYTES_BAR, machine).write(NAME))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
-from benchmarks.harness.interleaved_timing import Window
-from benchmarks.harness.result import Result
-from benchmarks.planner.planner_here import BENCHES, predict_and_measure, run_bench
+from benchmarks.planner.planner_here import BENCHES, parse, predict_and_measure, result_of, run_bench
 from benchmarks.planner.twelve_plans import DISK_FOLDER, OFFLOADED_CASES
 from meshwright.engine.params.rank_file import RankFile, page_aligned
 from meshwright.run.measure.profile_files import read_profile, write_profile
@@ -33,7 +30,7 @@ CLAIM = (
     "after `bench device` and `bench network`, the step time of plans with offload to the host and to disk "
     "is predicted within 10 % of measured, and the peak of live bytes within 3 %"
 )
-SECONDS_BAR, BYTES_BAR = 0.10, 0.03
+BYTES_BAR = 0.03
 RATE_NBYTES, RATE_PIECE, NUM_RATES = 256 << 20, 8 << 20, 3
 
 
@@ -64,9 +61,7 @@ def disk_rate(folder: str, num_files: int) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the benches, predicts and measures all plans, and writes the result."""
-    quick = "--quick" in arguments
-    only = arguments[arguments.index("--only") + 1] if "--only" in arguments else ""
-    window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
+    quick, only, window = parse(arguments)
     with TemporaryDirectory() as private:
         folder = Path(private)
         run_bench("network", folder, quick=quick)
@@ -79,15 +74,7 @@ def main(arguments: Sequence[str]) -> None:
         if quick or only:
             return
         machine = {name: (folder / f"{name}.toml").read_text() for name in BENCHES}
-    values, byte_errors = (
-        [abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off")
-    )
-    detail = {"plans": rows, "bytes_off": byte_errors, "limit_bytes": BYTES_BAR, "disk_rate": rate, **machine}
-    figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS_BAR}
-    holds = max(values) <= SECONDS_BAR and max(byte_errors) <= BYTES_BAR
-    print(
-        Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME)
-    )
+    print(result_of(NAME, CLAIM, rows, BYTES_BAR, {"disk_rate": rate, **machine}).write(NAME))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ Sent per value of N elements and rank, forward and back: c(N) bytes, in place of
     int8       1/254 of the largest |x| of 256                 0.2539
 
 Tolerance: at equal weights the loss is off by no more than u per coded boundary, relative: u = 2^-8, 2^-11,
-2^-4, 1/254. `verify` checks this in each step, and to 1e-10 that every number of every rank is that of
-one device whose values and gradients lose what the codes lost (docs/concepts/verification.md).
+2^-4, 1/254. `verify` checks this in each step, but beside weight versions (PipeDream), and to 1e-10 that
+every number of every rank is that of one device whose values and gradients lose what the codes lost
+(docs/concepts/verification.md).
 
 Cost: two passes over each value for coding; c(N) bytes for codes at both ends, from the receive to the
 forward, and from a send to the next one of that value.
