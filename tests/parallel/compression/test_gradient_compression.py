@@ -5,11 +5,15 @@ import torch
 
 import meshwright as mw
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.verifier.messages import planned_messages
 from tests.parallel.compression.coded_plans import ANALYZED, DDP3, check_plan, coded_plan
-from tests.tiny_model import tiny_job
+from tests.parallel.tensor.even_llama import analyzed_even_llama
+from tests.parallel.tensor.odd_llama import batches
+from tests.tiny_model import case_of, tiny_job, verdict_of
 
 
 def coded_params(plan: mw.Plan) -> set[str]:
@@ -92,3 +96,20 @@ def test_residuals_are_in_the_plan_and_twice_where_a_step_may_be_left_out():
     pending = [a for each in guarded.actions for a in each.allocations if a.name.startswith("new residuals")]
     assert sum(each.nbytes for each in pending) == 8 * numel
     assert torch.float64.itemsize == 8
+
+
+@pytest.mark.parametrize("codec", [Int8Compression, PowerSGDCompression])
+def test_what_a_rank_has_of_a_parameter_may_be_smaller_than_min_numel(codec: type[GradientCompression]):
+    analyzed = analyzed_even_llama()
+    largest = max(each.numel for each in analyzed.model_spec.params)
+    strategies = mw.TensorParallel(), mw.BatchSplit(), mw.DDP(), codec(min_numel=largest)
+    plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2, tp=2), strategies)
+    for rank in range(plan.mesh.world_size):
+        view = plan.rank_view(rank)
+        coded = {each.param.name: each.param.numel for each in view.param_shardings if each.is_compressed}
+        states = plan.for_rank(rank).states["compress"]
+        owed = {spec.param for spec in states if spec.name == "residual"}
+        assert owed == set(coded)
+        assert min(coded.values()) < largest, "the slice of a rank is smaller"
+    verdict = verdict_of(case_of(analyzed, plan, batches(1, plan.job.train.batch)[0]), steps=2)
+    assert verdict.passed, verdict

@@ -152,7 +152,7 @@ class GradientCompression(Strategy):
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         dtype = residual_dtype(job)
         for each in view.param_shardings if self.error_feedback else ():
-            if self._selects(each, view.plan):
+            if each.is_compressed:  # chosen by its whole size, whatever a rank has of it
                 layout = self.owed_layout(each, view.plan)
                 yield StateSpec("residual", param=each.param.name, dtype=dtype, layout=layout)
 

@@ -102,7 +102,7 @@ class PowerSGDCompression(GradientCompression):
         yield from super().states(view, job)
         shardings = zip(view.param_shardings, view.unsliced_param_shardings, strict=True)
         for each, unsliced in shardings:
-            columns = self._factor_columns(unsliced, view) if self._selects(each, view.plan) else 0
+            columns = self._factor_columns(unsliced, view) if each.is_compressed else 0
             if columns:
                 yield StateSpec(
                     f"{FACTOR}/{each.param.name}",
