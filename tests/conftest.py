@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.suite_tiers import case_of, is_kept, read_tiers
+from meshwright.device.local_device import platform_of
 from meshwright.testing.ranks import ProcessPool
 from tests.command_forks import Forks
 
@@ -21,8 +22,19 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--full`."""
+    """Add `--full` and `--gpu`."""
     parser.addoption("--full", action="store_true", help="run every case, not only the default tier")
+    parser.addoption("--gpu", action="store_true", help="let tests see the GPUs of this host")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs of this host, unless they are asked for: all tests but a few are about ranks on the CPU,
+    as many as they like.
+    """
+    if not config.getoption("--gpu"):
+        built_for = torch.accelerator.current_accelerator()
+        variables = platform_of(built_for).visible_variables if built_for is not None else ()
+        os.environ.update(dict.fromkeys(variables[:1], ""))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -42,7 +42,7 @@ def trace_device(step: Callable[[], object], device: torch.device) -> DeviceTrac
         *[each for name, each in kinds.items() if name == device.type.upper() != "CPU"],
     ]
     synchronize(device)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         step()
         synchronize(device)
     events = list(profiler.events() or ())

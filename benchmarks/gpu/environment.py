@@ -27,7 +27,8 @@ def environment(setting: Setting) -> dict[str, object]:
     device = setting.device
     free, total = free_and_total_nbytes(device)
     tests = setting.size(GPU_TESTS, GPU_TESTS[2:3])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--gpu"]
+    command += tests
     found = {
         "machine": machine(),
         "versions": versions(),

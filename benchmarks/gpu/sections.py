@@ -51,15 +51,17 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("environment", "environment", 75),
-    "parity": Section("parity_on_one_gpu", "parity", 75),
-    "races": Section("delayed_collectives", "races", 75),
-    "speed": Section("step_speed", "speed", 110),
-    "dropout": Section("step_speed", "dropout", 40),
-    "attention": Section("attention_speed", "attention_kernels", 35),
-    "memory": Section("memory_peak", "memory", 50),
-    "checkpoint": Section("checkpoint_io", "checkpoint", 45),
-    "failure": Section("failing_rank", "failure", 35),
+    "environment": Section("environment", "environment", 60),
+    "parity": Section("parity_on_one_gpu", "parity", 45),
+    "drawn": Section("drawn_plans", "drawn_plans", 80),
+    "races": Section("delayed_collectives", "races", 60),
+    "speed": Section("step_speed", "speed", 90),
+    "dropout": Section("step_speed", "dropout", 30),
+    "attention": Section("attention_speed", "attention_kernels", 25),
+    "memory": Section("memory_peak", "memory", 40),
+    "offload": Section("offload_speed", "offload", 45),
+    "checkpoint": Section("checkpoint_io", "checkpoint", 35),
+    "failure": Section("failing_rank", "failure", 30),
 }
 
 

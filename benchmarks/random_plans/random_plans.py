@@ -37,7 +37,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,10 +54,11 @@ from benchmarks.random_plans.combinations import (
 from benchmarks.random_plans.compared_rows import compare_all
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
+from meshwright.comm.collectives.group import World
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.training.trainer import select_local_batch
+from meshwright.run.training.trainer import LocalSamples, select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.one_device.lost_steps import record_lost
@@ -73,13 +74,15 @@ CLAIM = (
     "float64; nothing else"
 )
 SEED, NUM_PLANS, LIMIT_S = 8, 2000, 240.0
+CPU = torch.device("cpu")
+Found = TypeVar("Found")
 HARM = "harm"  # the field of a batch that multiplies its loss
 MATCHED = 0.8  # the least share of all plans that must match, not be refused
 
 
-def try_plan(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
-    """Returns the outcome of one plan: with the largest error if it was compared, with the diagnostics if it
-    was refused.
+def try_plan(drawn: Draw, limit_s: float = LIMIT_S, device: torch.device = CPU) -> Row:
+    """Returns the outcome of one plan, whose ranks compute on `device`: with the largest error if it was
+    compared, with the diagnostics if it was refused.
     """
     torch.set_num_threads(1)
     row: Row = {
@@ -89,7 +92,7 @@ def try_plan(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
         "techniques": list(drawn.techniques),
     }
     found: SimpleQueue[Row] = SimpleQueue()
-    thread = Thread(target=lambda: found.put(_outcome(drawn, limit_s)), name="try_plan", daemon=True)
+    thread = Thread(target=lambda: found.put(_outcome(drawn, limit_s, device)), name="try_plan", daemon=True)
     thread.start()
     try:
         return {**row, **found.get(timeout=2 * limit_s)}
@@ -101,12 +104,12 @@ def try_plan(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
         return {**row, "outcome": "hangs", "message": "\n\n".join(stacks)}
 
 
-def _outcome(drawn: Draw, limit_s: float) -> Row:
+def _outcome(drawn: Draw, limit_s: float, device: torch.device) -> Row:
     try:
         plan = plan_or_refusal(drawn)
         if not isinstance(plan, Plan):
             return plan
-        verdict = compare(drawn, plan, limit_s)
+        verdict = compare(drawn, plan, limit_s, device)
     except Exception:  # stored as a row: one plan must not end the run
         return {"outcome": "crashed", "message": traceback.format_exc()}
     error = max(verdict.max_errors.values(), default=float("inf"))
@@ -140,8 +143,10 @@ def accepted_draws(draws: Iterator[Draw], wanted: int) -> list[Draw]:
     return list(islice((each for each in draws if isinstance(plan_or_refusal(each), Plan)), wanted))
 
 
-def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
-    """Returns the verdict over all ranks; no rank waits longer than `limit_s` seconds for another one."""
+def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU) -> Verdict:
+    """Returns the verdict over all ranks, which compute on `device`, beside one device, the CPU; no rank
+    waits longer than `limit_s` seconds for another one.
+    """
     model, analyzed = MODELS[drawn.model], analyzed_model(drawn.model)
     batches = model.batches(drawn.num_steps, drawn.num_samples)
     num_last = drawn.num_samples - drawn.num_missing_samples
@@ -150,17 +155,26 @@ def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     if drawn.guard:
         batches[-1][HARM] = torch.full((num_last, 1), 1e6)
         loss = replace(loss.wrap_total(_multiplied), targets=(*loss.targets, HARM))
-    case = make_parity_case(
-        analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
-    )
-    lost = run_on_threads(
-        lambda world: record_lost(case, world, drawn.num_steps), plan.mesh, timeout_s=limit_s
-    )
-    reference = run_reference(case, drawn.num_steps, lost[0])
+
+    def read_batch(plan: Plan, rank: int) -> Callable[[int], LocalSamples]:
+        return lambda step: select_local_batch(batches[step], plan, rank)
+
+    def on_ranks(fn: Callable[[World], Found]) -> list[Found]:
+        def rank(world: World) -> Found:
+            # else all backwards share the thread of a GPU, where none may wait for another
+            with torch.autograd.set_multithreading_enabled(False):
+                return fn(world)
+
+        return run_on_threads(rank, plan.mesh, timeout_s=limit_s, device=device)
+
+    case = make_parity_case(analyzed, plan, loss, read_batch, device)
+    lost = on_ranks(lambda world: record_lost(case, world, drawn.num_steps))
+    alone = make_parity_case(analyzed, plan, loss, read_batch)
+    reference = run_reference(alone, drawn.num_steps, lost[0])
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
-    reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
+    reports = on_ranks(lambda world: compare_rank(case, world, reference))
     for report in reports if drawn.guard else ():
         _drop_last_step(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})

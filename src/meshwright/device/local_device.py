@@ -97,8 +97,10 @@ def _cpu() -> torch.device:
     built_for, unseen = torch.accelerator.current_accelerator(), unseen_platform()
     if built_for is not None:
         platform = platform_of(built_for)
+        if _is_hidden_on_purpose(platform):
+            return torch.device(CPU.type)
         if platform == unseen:
-            _check_hidden_on_purpose(platform)
+            raise _unseen_devices(platform)
         hidden = f" ({platform.visible_variables[0]} may hide it)" if platform.visible_variables else ""
         logger.warning("training on the CPU: this torch is for %s and sees none%s", platform.name, hidden)
     elif unseen is not None:
@@ -106,12 +108,15 @@ def _cpu() -> torch.device:
     return torch.device(CPU.type)
 
 
-def _check_hidden_on_purpose(platform: Platform) -> None:
+def _is_hidden_on_purpose(platform: Platform) -> bool:
+    """Returns whether the variable that chooses devices is empty, or -1."""
+    return platform.type == CUDA.type and not torch.cuda._parse_visible_devices()
+
+
+def _unseen_devices(platform: Platform) -> PlanError:
     named, variable = torch.cuda._parse_visible_devices(), platform.visible_variables[0]
-    if not named:  # the variable is empty, or -1
-        return
     given = f" ({variable} names {', '.join(map(str, named))})" if len(named) < MAX_NAMED else ""
-    raise PlanError(
+    return PlanError(
         f"this host has devices of {platform.name} ({platform.device_file}), and torch sees none{given}",
         fix=f"name devices that exist in {variable}, or unset it; install a torch that fits the driver "
         f"(meshwright doctor){hide_fix(platform)}",

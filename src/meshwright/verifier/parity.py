@@ -6,7 +6,7 @@ truly zero (a key bias) holds nothing but rounding noise. Each rank compares its
 drifts is found. NaN is a difference, and so is a collective that the program does not state; what was not
 compared does not pass. A technique that rounds declares a tolerance (Strategy.tolerance): that is allowed,
 except for initial values. One more action stands before CLIP: COMPARE (compares every gradient with one
-device, before it is clipped).
+device, before it is clipped). The reference is on the CPU, wherever the ranks are.
 
 Messages are compared with the program also where microbatches have other sizes or sequence lengths: what is
 sent for such a microbatch is what the plan for such samples says; for that the model is analyzed on them.
@@ -41,7 +41,13 @@ from meshwright.verifier.messages import (
     issued_messages,
     planned_messages,
 )
-from meshwright.verifier.one_device.parity_case import ParityCase, Reference, ReferenceStep, TensorsByName
+from meshwright.verifier.one_device.parity_case import (
+    ParityCase,
+    Reference,
+    ReferenceStep,
+    TensorsByName,
+    on_cpu,
+)
 from meshwright.verifier.verdict_and_cause import (
     COMPARED_QUANTITIES,
     QUANTITIES,
@@ -91,7 +97,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     report, reference = RankReport(world.rank), reference.of_site(parity_case.plan.site_of(world.rank))
     comparison = _RankComparison(parity_case, reference, report)
     subject = parity_case.make_trained_module()
-    comparison.values("initial value", 0, subject.parameters, reference.initial_values)
+    comparison.values("initial value", 0, on_cpu(subject.parameters), reference.initial_values)
     world.ledger.is_recording = True
     state = RankState(subject, world, parity_case.loss)
     executor = StepExecutor(
@@ -120,7 +126,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             comparison.rounded_loss(truth)
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
-            parameters = executor.gather_parameters()
+            parameters = on_cpu(executor.gather_parameters())
             comparison.values("parameter", step, parameters, truth.parameters)
             comparison.biases(subject.module, truth)
             report.num_steps += 1
@@ -345,7 +351,7 @@ class _RankComparison:
         """Compares the buffers of this stage that move the choice of experts: they have the same bits."""
         for bias in self._parity_case.plan.rank_view(self._report.rank).model_spec.choice_biases:
             known = truth.biases.get(bias.buffer)
-            if known is not None and not torch.equal(module.get_buffer(bias.buffer), known):
+            if known is not None and not torch.equal(module.get_buffer(bias.buffer).cpu(), known):
                 self._add_difference("parameter", bias.buffer, bias.block_call, None)
 
     def gradients(self, microbatch: int | None) -> None:
@@ -356,7 +362,7 @@ class _RankComparison:
         if self.executor is None or not self._parity_case.plan.is_primary_rank(self._report.rank):
             return
         truth = self._reference.steps[self.step]
-        found = self.executor.gather_gradients(local_only=microbatch is not None)
+        found = on_cpu(self.executor.gather_gradients(local_only=microbatch is not None))
         expected = (
             truth.gradients
             if microbatch is None

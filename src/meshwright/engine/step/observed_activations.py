@@ -54,22 +54,24 @@ def largest_code_error(state: RankState) -> float:
 
 
 def _lost_by_key(state: RankState) -> dict[tuple[str, ...], torch.Tensor]:
-    """Returns what all ranks have lost, by kind and subject of the action, in the shape of the value."""
-    lost, group = dict[tuple[str, ...], torch.Tensor](), state.world.group(AXES)
+    """Returns what all ranks have lost, by kind and subject of the action, in the shape of the value, on the
+    CPU.
+    """
+    lost, group, device = dict[tuple[str, ...], torch.Tensor](), state.world.group(AXES), state.world.device
     for key in sorted(set(_coded_sends(state.plan))):
         mine = [each for each in state.observed_codes or () if each.key == key]
-        described = torch.zeros(MAX_DIMS + 1, dtype=torch.int64)
+        described = torch.zeros(MAX_DIMS + 1, dtype=torch.int64, device=device)
         for each in mine[:1]:
-            described[: len(each.shape) + 1] = torch.tensor((len(each.shape), *each.shape))
+            described[: len(each.shape) + 1] = described.new_tensor((len(each.shape), *each.shape))
         num_dims, *sizes = _of_all_ranks(state, described).amax(0).tolist()
         if not num_dims:
             continue  # in this step no rank had codes of it
         shape = sizes[:num_dims]
-        total = torch.zeros(prod(shape) + 1, dtype=torch.float64)  # one more: padding
+        total = torch.zeros(prod(shape) + 1, dtype=torch.float64, device=device)  # one more: padding
         for each in mine:
-            total.index_add_(0, each.index % len(total), each.lost.double())
+            total.index_add_(0, each.index.to(device) % len(total), each.lost.double())
         group.all_reduce(total, action=ACTION).wait()
-        lost[key] = total[:-1].view(shape)
+        lost[key] = total[:-1].view(shape).cpu()
     return lost
 
 

@@ -86,7 +86,7 @@ def _logical_sums(
         for spec in (each for each in state.plan.view.model_spec.trainable if each.name in compressed):
             name, parameter = spec.name, state.trained_module.parameters[spec.name]
             if name not in summands:  # on no rank that has it
-                yield name, torch.zeros(shapes[name], dtype=parameter.dtype)
+                yield name, torch.zeros(shapes[name], dtype=parameter.dtype, device=parameter.device)
                 continue
             summand = summands[name]
             total = summand.new_zeros(parameter.numel())
@@ -110,7 +110,8 @@ def largest_sum_error(state: RankState) -> float:
 
 def largest_of_ranks(state: RankState, value: float) -> float:
     """Returns the largest `value` of any rank."""
-    mine, group = torch.tensor([value], dtype=torch.float64), state.world.group(AXES)
+    group = state.world.group(AXES)
+    mine = torch.tensor([value], dtype=torch.float64, device=state.world.device)
     found = mine.new_empty(group.size)
     group.all_gather(found, mine, action=ACTION).wait()
     return float("nan") if found.isnan().any() else found.max().item()

@@ -37,7 +37,7 @@ class Choices:
 
 @dataclass
 class ChoiceRecorder:
-    """Records the first call of each of the experts of `module` in a forward.
+    """Records the first call of each of the experts of `module` in a forward, on the CPU.
 
     `forward_key` names the forward that runs; None: it is not recorded. `found` is by layer and forward.
     """
@@ -54,7 +54,8 @@ class ChoiceRecorder:
                 key = self.forward_key()
                 if key is not None and (layer, key) not in self.found:
                     index, weights = _given_choice(args, kwargs)
-                    self.found[layer, key] = Choices(index.detach().clone(), weights.detach().clone())
+                    copies = (each.detach().to("cpu", copy=True) for each in (index, weights))
+                    self.found[layer, key] = Choices(*copies)
 
             parent = module.get_submodule(layer.rpartition(".")[0])
             # experts that choose tokens are given a row for each choice, and not for each token

@@ -1,6 +1,6 @@
 """What the codes of a lossy plan leave out of each step: reported by its ranks for the loop on one device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from meshwright.engine.step.observed_sums import (
     unowed_sums,
 )
 from meshwright.model.pipeline.rounded_values import RoundedValues
-from meshwright.verifier.one_device.parity_case import ParityCase, TensorsByName
+from meshwright.verifier.one_device.parity_case import ParityCase, TensorsByName, on_cpu
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,14 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
         with world.ledger.pause_recording():
             for step in range(num_steps):
                 executor.step(read_batch(step))
-                owed = owed_sums(state)
+                owed = on_cpu(owed_sums(state))
                 lost = {name: each - before[name] if before else each for name, each in owed.items()}
-                for name, each in unowed_sums(state).items():
+                for name, each in on_cpu(unowed_sums(state)).items():
                     lost[name] = lost[name] + each if name in lost else each
                 error = largest_sum_error(state) + max(0.0, largest_code_error(state) - 1.0)
-                steps.append(LostStep(lost, error, local_changes(state), rounded_values(state)))
+                local = local_changes(state)
+                local = replace(local, clipped=on_cpu(local.clipped), dropped=on_cpu(local.dropped))
+                steps.append(LostStep(lost, error, local, rounded_values(state)))
                 before = owed
                 state.observed_sums, state.observed_codes = [], []
     finally:

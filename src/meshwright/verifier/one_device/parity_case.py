@@ -1,6 +1,6 @@
 """What a comparison with one device takes, and what one device has found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,11 @@ from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.plan import Plan
 
 TensorsByName = dict[str, torch.Tensor]
+
+
+def on_cpu(tensors: Mapping[str, torch.Tensor]) -> TensorsByName:
+    """Returns `tensors` where one device computes."""
+    return {name: each.detach().cpu() for name, each in tensors.items()}
 
 
 @dataclass(frozen=True)
