@@ -19,7 +19,7 @@ GPU_TESTS = (
     "tests/model/rng/test_triton_draws.py",
     "tests/parallel/context/output_merge/test_triton_merge.py",
 )
-TESTS_LIMIT_S = 60
+TESTS_LIMIT_S = 75
 
 
 def environment(setting: Setting) -> dict[str, object]:
@@ -27,7 +27,19 @@ def environment(setting: Setting) -> dict[str, object]:
     device = setting.device
     free, total = free_and_total_nbytes(device)
     tests = setting.size(GPU_TESTS, GPU_TESTS[2:3])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-o",
+        "addopts=",
+        "--gpu",
+    ]
     command += tests
     found = {
         "machine": machine(),

@@ -51,16 +51,16 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("environment", "environment", 60),
-    "parity": Section("parity_on_one_gpu", "parity", 45),
-    "drawn": Section("drawn_plans", "drawn_plans", 80),
-    "races": Section("delayed_collectives", "races", 60),
-    "speed": Section("step_speed", "speed", 90),
+    "environment": Section("environment", "environment", 80),
+    "parity": Section("parity_on_one_gpu", "parity", 50),
+    "drawn": Section("parity_on_one_gpu", "drawn_plans", 90),
+    "races": Section("delayed_collectives", "races", 70),
+    "speed": Section("step_speed", "speed", 80),
     "dropout": Section("step_speed", "dropout", 30),
-    "attention": Section("attention_speed", "attention_kernels", 25),
-    "memory": Section("memory_peak", "memory", 40),
-    "offload": Section("offload_speed", "offload", 45),
-    "checkpoint": Section("checkpoint_io", "checkpoint", 35),
+    "attention": Section("attention_speed", "attention_kernels", 20),
+    "memory": Section("memory_peak", "memory", 30),
+    "offload": Section("memory_peak", "offload", 35),
+    "checkpoint": Section("checkpoint_io", "checkpoint", 25),
     "failure": Section("failing_rank", "failure", 30),
 }
 

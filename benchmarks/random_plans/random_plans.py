@@ -167,14 +167,17 @@ def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU)
 
         return run_on_threads(rank, plan.mesh, timeout_s=limit_s, device=device)
 
-    case = make_parity_case(analyzed, plan, loss, read_batch, device)
-    lost = on_ranks(lambda world: record_lost(case, world, drawn.num_steps))
-    alone = make_parity_case(analyzed, plan, loss, read_batch)
-    reference = run_reference(alone, drawn.num_steps, lost[0])
+    case = make_parity_case(analyzed, plan, loss, read_batch)  # one device is the CPU
+    on_device = make_parity_case(analyzed, plan, loss, read_batch, device)
+    lost = on_ranks(lambda world: record_lost(on_device, world, drawn.num_steps))
+    reference = run_reference(case, drawn.num_steps, lost[0])
     if drawn.guard:
-        case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
+        case, on_device = (
+            replace(each, plan=replace(each.plan, job=replace(each.plan.job, guard=plan.job.guard)))
+            for each in (case, on_device)
+        )
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
-    reports = on_ranks(lambda world: compare_rank(case, world, reference))
+    reports = on_ranks(lambda world: compare_rank(on_device, world, reference))
     for report in reports if drawn.guard else ():
         _drop_last_step(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})

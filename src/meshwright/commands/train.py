@@ -18,7 +18,7 @@ from meshwright.commands.plan import (
     resolve_config,
 )
 from meshwright.commands.predict import predict_plan
-from meshwright.device.local_device import device_diagnostics, local_platform
+from meshwright.device.local_device import device_diagnostics, local_platform, own_device_diagnostics
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -140,7 +140,12 @@ def train(
         fix = checkpoint_steps_fix(folder / CHECKPOINTS_FOLDER)
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
     dtypes = plan.job.precision.roles.values()
-    raise_diagnostics(device_diagnostics(local_platform(), plan.mesh.world_size, dtypes))
+    raise_diagnostics(
+        [
+            *device_diagnostics(local_platform(), plan.mesh.world_size, dtypes),
+            *own_device_diagnostics(plan.mesh.world_size),
+        ]
+    )
     resolved[1].check_host_memory(range(plan.mesh.world_size))
     resolved[1].check_last_round()
     prediction = predict_step(resolved)

@@ -205,6 +205,14 @@ def device_diagnostics(platform: Platform, num_ranks: int, dtypes: Iterable[str]
         )
 
 
+def own_device_diagnostics(num_ranks: int) -> Iterator[Diagnostic]:
+    """Yields that this host has no device for each of its `num_ranks` ranks; CPUs are shared."""
+    platform, visible = local_platform(), num_accelerators()
+    if platform != CPU and num_ranks > visible:
+        text = f"{num_ranks} ranks of this host need a GPU of their own each, and {visible} are visible"
+        yield Diagnostic(text, f"start at most {visible}{hide_fix(platform)}", "environment")
+
+
 def device_name(device: torch.device) -> str:
     """Returns the driver's name of `device`; its type where torch knows no name."""
     names = vars(torch.get_device_module(device)).get("get_device_name") if device.type != CPU.type else None

@@ -28,7 +28,8 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
     assert [action.name for action in program_from_dict(said["program"]).actions(FIRST_ROLE)] == [
         action.name for action in plan.program.actions(FIRST_ROLE)
     ]
-    assert said["versions"]["torch"] == torch.__version__.partition("+")[0]
+    # the installed version may lack the build: +cu130
+    assert torch.__version__.startswith(said["versions"]["torch"])
     assert said["machine"]["device"] == "cpu"
     assert said["machine"]["memory"] > 0
 

@@ -8,9 +8,11 @@ in rank order, so every run and every rank gets the same bits; `wait` returns wh
     rank 1      submit, wait .........|->
     rank 2                submit+compute|->
 
-Between its call and its wait a rank must not touch its tensors: they are read, and filled, in place. Errors
-that would hang on a real network are reported: ranks that call different collectives, a rank that waits for
-one that never arrives, a rank that fails (`ThreadBackend.abort` releases all others at once).
+On a GPU the kernels that compute the result wait for the streams on which ranks called, and the stream on
+which a rank waits for them. Between its call and its wait a rank must not touch its tensors: they are read,
+and filled, in place. Errors that would hang on a real network are reported: ranks that call different
+collectives, a rank that waits for one that never arrives, a rank that fails (`ThreadBackend.abort` releases
+all others at once).
 """
 
 from collections import Counter
@@ -39,6 +41,7 @@ from meshwright.comm.collectives.collective_call import (
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey, Rounds, Work, World
 from meshwright.comm.collectives.ledger import Ledger
+from meshwright.device.device_streams import current_stream, record_event
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -49,7 +52,7 @@ Channel = tuple[bool, tuple[int, ...]]
 @dataclass(frozen=True)
 class CollectiveInput:
     """The input of one rank to a collective; `splits` are its rows for each rank, if these are uneven, and
-    `rounds` those of an exchange.
+    `rounds` those of an exchange. On a GPU it is `ready` when the device has come to that event.
     """
 
     call: CollectiveCall
@@ -57,6 +60,7 @@ class CollectiveInput:
     output: torch.Tensor | None
     splits: tuple[int, ...] = ()
     rounds: Rounds | None = None
+    ready: torch.Event | None = None
 
 
 @dataclass(eq=False)
@@ -69,6 +73,7 @@ class PendingCollective:
     inputs: dict[int, CollectiveInput] = field(default_factory=dict)
     is_done: bool = False
     callbacks: list[Callable[[], None]] = field(default_factory=list)  # when it is over
+    result: torch.Event | None = None  # on a GPU, when the result is in place
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
@@ -135,7 +140,12 @@ class ThreadBackend:
             if pending.missing_ranks:
                 return pending
             del self._pending[line, number]
-        _complete(collective_input.call, [pending.inputs[peer] for peer in pending.ranks])
+        inputs = [pending.inputs[peer] for peer in pending.ranks]
+        for each in inputs:
+            _wait_on_stream(each.ready)
+        _complete(collective_input.call, inputs)
+        if collective_input.ready is not None:
+            pending.result = record_event(collective_input.ready.device)
         with self._lock:
             pending.is_done = True
             pending.inputs.clear()
@@ -150,6 +160,7 @@ class ThreadBackend:
         """Calls `callback` when `pending` is done, in the thread that completes it; at once if it is."""
         with self._lock:
             if pending.is_done:
+                _wait_on_stream(pending.result)
                 callback()
             else:
                 pending.callbacks.append(callback)
@@ -229,6 +240,11 @@ class ThreadBackend:
         return "\n".join(lines)
 
 
+def _wait_on_stream(event: torch.Event | None) -> None:
+    if event is not None:
+        current_stream(event.device).wait_event(event)
+
+
 def _channel(group: Group, call: CollectiveCall) -> Channel:
     if call.collective not in POINT_TO_POINT or call.source is None:
         return False, group.ranks
@@ -305,8 +321,11 @@ class ThreadWork(Work):
         self._pending = pending
 
     def wait(self) -> None:
-        """Returns when the result is in place. Raises CollectiveError when it never will be."""
+        """Returns when the result is in place, or will be before what follows on this stream. Raises
+        CollectiveError when it never will be.
+        """
         self._backend.wait(self._rank, self._call, self._pending)
+        _wait_on_stream(self._pending.result)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` in the thread of the last rank to arrive."""
@@ -324,7 +343,7 @@ class ThreadGroup(Group):
         self.index = ranks.index(world.rank)
         self.ledger = world.ledger
         self._backend = world.backend
-        self._rank = world.rank
+        self._rank, self._on_device = world.rank, None if world.device.type == "cpu" else world.device
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Sends `tensor` to the rank at index `target`; the wait returns when it has received it."""
@@ -423,7 +442,8 @@ class ThreadGroup(Group):
         splits: tuple[int, ...] = (),
         rounds: Rounds | None = None,
     ) -> Work:
-        given = CollectiveInput(call, tensor, output, splits, rounds)
+        ready = None if self._on_device is None else record_event(self._on_device)
+        given = CollectiveInput(call, tensor, output, splits, rounds, ready)
         return ThreadWork(self._backend, self._rank, call, self._backend.submit(self._rank, self, given))
 
 
