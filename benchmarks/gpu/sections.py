@@ -51,17 +51,17 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("environment", "environment", 80),
-    "parity": Section("parity_on_one_gpu", "parity", 50),
-    "drawn": Section("parity_on_one_gpu", "drawn_plans", 90),
-    "races": Section("delayed_collectives", "races", 70),
-    "speed": Section("step_speed", "speed", 80),
-    "dropout": Section("step_speed", "dropout", 30),
+    "environment": Section("environment", "environment", 70),
+    "parity": Section("parity_on_one_gpu", "parity", 55),
+    "drawn": Section("parity_on_one_gpu", "drawn_plans", 75),
+    "races": Section("delayed_collectives", "races", 65),
+    "speed": Section("step_speed", "speed", 85),
+    "dropout": Section("step_speed", "dropout", 35),
     "attention": Section("attention_speed", "attention_kernels", 20),
     "memory": Section("memory_peak", "memory", 30),
-    "offload": Section("memory_peak", "offload", 35),
-    "checkpoint": Section("checkpoint_io", "checkpoint", 25),
-    "failure": Section("failing_rank", "failure", 30),
+    "offload": Section("memory_peak", "offload", 40),
+    "checkpoint": Section("checkpoint_io", "checkpoint", 45),
+    "failure": Section("failing_rank", "failure", 20),
 }
 
 

@@ -408,7 +408,10 @@ def _efficient_backward(
         _pad_width(key, _multiple_of_8(wide)),
         _pad_width(value, _multiple_of_8(narrow)),
     )
-    grad, out = (_pad_width(each, value.shape[-1]).contiguous() for each in (grad, out))
+    # in half precision the kernel sums out * grad itself, and takes out as it gives it: [B, n, H, e] in memory
+    grad, out = (
+        _pad_width(each, value.shape[-1]).transpose(1, 2).contiguous().transpose(1, 2) for each in (grad, out)
+    )
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     draws = torch.zeros((), dtype=torch.int64, device=query.device)
     given = grad, query, _repeat_kv(key, heads), _repeat_kv(value, heads), bias, out, lse, draws, draws, 0.0
