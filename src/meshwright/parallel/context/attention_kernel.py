@@ -408,7 +408,7 @@ def _efficient_backward(
         _pad_width(key, _multiple_of_8(wide)),
         _pad_width(value, _multiple_of_8(narrow)),
     )
-    # in half precision the kernel sums out * grad itself, and takes out as it gives it: [B, n, H, e] in memory
+    # in half precision the kernel itself sums out * grad, of out as it gives it: [B, n, H, e] in memory
     grad, out = (
         _pad_width(each, value.shape[-1]).transpose(1, 2).contiguous().transpose(1, 2) for each in (grad, out)
     )
