@@ -19,6 +19,7 @@ from meshwright.device.local_device import (
     local_platform,
     num_accelerators,
     own_device,
+    own_device_diagnostics,
     platform_of,
     target_platform,
     unseen_platform,
@@ -151,6 +152,15 @@ def test_more_ranks_than_gpus_are_refused(
     text = rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*{repair} \(empty\)"
     with pytest.raises(PlanError, match=text):
         device_of_rank(3, every_visible=every_visible)
+
+
+def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch: pytest.MonkeyPatch):
+    assert not list(own_device_diagnostics(100))
+    fake_accelerator(monkeypatch, count=2)
+    assert not list(own_device_diagnostics(2))
+    (found,) = own_device_diagnostics(3)
+    assert "3 ranks of this host need a GPU of their own each, and 2 are visible" in found.problem
+    assert found.fix == "start at most 2; or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
 
 
 def test_the_cpu_needs_no_use_and_a_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):

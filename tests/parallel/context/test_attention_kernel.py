@@ -3,6 +3,7 @@ merged blocks equal the whole.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,3 +246,22 @@ def test_calls_of_cudnn_are_well_formed_and_its_log_sum_exp_can_be_merged() -> N
         "(2, 2, 6, 20) torch.bfloat16",
         "(2, 2, 6, 12) torch.bfloat16",
     ]
+
+
+def test_the_memory_efficient_backward_takes_out_and_grad_as_its_kernel_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    *given, grad = sample(LENGTH, groups=2, values=3)
+    mask, calls = mask_of("padding", LENGTH), []
+
+    def backward(*args: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+        calls.append(args)
+        return tuple(map(torch.zeros_like, args[1:4]))
+
+    op = SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward)
+    monkeypatch.setattr(attention_kernel, "aten", op)
+    out, lse = grad.flip(2), torch.zeros(grad.shape[:3])
+    attention_kernel._efficient_backward(grad, *given, out, lse, mask, False, SCALE)
+    for each, expected in ((calls[0][0], grad), (calls[0][5], out)):  # in memory [B, n, H, e], and no gaps
+        assert each.transpose(1, 2).is_contiguous()
+        assert torch.equal(each[..., : expected.shape[-1]], expected)

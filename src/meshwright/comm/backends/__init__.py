@@ -2,6 +2,7 @@
 
 process_group       torch.distributed: gloo on CPUs, NCCL on GPUs
 threads             all ranks are threads of one process: exact and deterministic
+thread_results      computes a collective of such ranks from the inputs of all
 fake                one simulated rank of a large job; nothing is sent
 async_work          Work objects of torch.distributed, waits with a limit
 gloo_workarounds    collectives that gloo lacks or does slowly

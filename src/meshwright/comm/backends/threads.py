@@ -23,44 +23,25 @@ from threading import Condition, RLock
 
 import torch
 
-from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.backends.run_algorithm import deliver_rounds, run_all_ranks
+from meshwright.comm.backends.thread_results import CollectiveInput, compute_results, wait_on_stream
 from meshwright.comm.collectives.collective_call import (
-    EXCHANGE,
     POINT_TO_POINT,
-    UNEVEN,
     CollectiveCall,
     announce,
     announce_exchange,
     announce_rows,
     member_ranks,
     ordered_axes,
-    rank_slices,
 )
-from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey, Rounds, Work, World
 from meshwright.comm.collectives.ledger import Ledger
-from meshwright.device.device_streams import current_stream, record_event
+from meshwright.device.device_streams import record_event
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 
 # whether it is point-to-point, and the ranks: collectives are numbered per channel
 Channel = tuple[bool, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class CollectiveInput:
-    """The input of one rank to a collective; `splits` are its rows for each rank, if these are uneven, and
-    `rounds` those of an exchange. On a GPU it is `ready` when the device has come to that event.
-    """
-
-    call: CollectiveCall
-    tensor: torch.Tensor
-    output: torch.Tensor | None
-    splits: tuple[int, ...] = ()
-    rounds: Rounds | None = None
-    ready: torch.Event | None = None
 
 
 @dataclass(eq=False)
@@ -141,11 +122,7 @@ class ThreadBackend:
                 return pending
             del self._pending[line, number]
         inputs = [pending.inputs[peer] for peer in pending.ranks]
-        for each in inputs:
-            _wait_on_stream(each.ready)
-        _complete(collective_input.call, inputs)
-        if collective_input.ready is not None:
-            pending.result = record_event(collective_input.ready.device)
+        pending.result = compute_results(collective_input.call, inputs)
         with self._lock:
             pending.is_done = True
             pending.inputs.clear()
@@ -160,7 +137,7 @@ class ThreadBackend:
         """Calls `callback` when `pending` is done, in the thread that completes it; at once if it is."""
         with self._lock:
             if pending.is_done:
-                _wait_on_stream(pending.result)
+                wait_on_stream(pending.result)
                 callback()
             else:
                 pending.callbacks.append(callback)
@@ -240,11 +217,6 @@ class ThreadBackend:
         return "\n".join(lines)
 
 
-def _wait_on_stream(event: torch.Event | None) -> None:
-    if event is not None:
-        current_stream(event.device).wait_event(event)
-
-
 def _channel(group: Group, call: CollectiveCall) -> Channel:
     if call.collective not in POINT_TO_POINT or call.source is None:
         return False, group.ranks
@@ -257,56 +229,6 @@ def _is_compatible(one: CollectiveCall, other: CollectiveCall) -> bool:
     if one.collective not in POINT_TO_POINT:
         return one == other
     return (one.dtype, prod(one.shape)) == (other.dtype, prod(other.shape))
-
-
-@torch.no_grad()
-def _complete(call: CollectiveCall, inputs: list[CollectiveInput]) -> None:
-    if call.collective == EXCHANGE:
-        deliver_rounds([post.rounds for post in inputs if post.rounds is not None], str(call))
-        return
-    operands = [post.tensor for post in inputs]
-    results = _rows_by_rank(inputs) if call.collective == UNEVEN else _results(call, operands)
-    for post, result in zip(inputs, results, strict=True):
-        if post.output is not None:  # else this rank gets none
-            post.output.view(-1).copy_(result.view(-1))
-
-
-def _rows_by_rank(inputs: list[CollectiveInput]) -> Iterable[torch.Tensor]:
-    pieces = [post.tensor.split(list(post.splits)) for post in inputs]
-    return (torch.cat(of_rank) for of_rank in zip(*pieces, strict=True))
-
-
-def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    size, one = len(operands), call.source or 0
-    match call.collective:
-        case "all_reduce" if call.algorithm != BACKEND:
-            totals = [operand.detach().view(-1).clone() for operand in operands]
-            run_all_ranks(get_algorithm(call.algorithm), totals)
-            return totals
-        case "send" | "recv":
-            return [operands[0]] * size
-        case "all_reduce" | "reduce":
-            return [ordered_sum(operands)] * size
-        case "all_gather" | "gather":
-            return [torch.cat([operand.view(-1) for operand in operands])] * size
-        case "reduce_scatter":
-            return (
-                ordered_sum(pieces)
-                for pieces in zip(*(rank_slices(operand, size) for operand in operands), strict=True)
-            )
-        case "all_to_all":
-            return (
-                torch.cat(pieces)
-                for pieces in zip(*(rank_slices(operand, size) for operand in operands), strict=True)
-            )
-        case "shift":
-            return [operands[(index - one) % size] for index in range(size)]
-        case "broadcast":
-            return [operands[one]] * size
-        case "scatter":
-            return rank_slices(operands[one], size)
-        case _:
-            return operands
 
 
 class ThreadWork(Work):
@@ -325,7 +247,7 @@ class ThreadWork(Work):
         CollectiveError when it never will be.
         """
         self._backend.wait(self._rank, self._call, self._pending)
-        _wait_on_stream(self._pending.result)
+        wait_on_stream(self._pending.result)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Calls `callback` in the thread of the last rank to arrive."""
