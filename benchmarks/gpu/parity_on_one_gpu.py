@@ -90,7 +90,7 @@ def relative_difference(curve: Curve, reference: Curve) -> float:
 
 
 SEED, MAX_RANKS = 26, 12
-RUN_S, TINY_RUN_S = 30.0, 1.0
+RUN_S, TINY_RUN_S = 25.0, 1.0
 MAX_PROCESSES = 10  # each has a context of its own on the device
 PLAN_LIMIT_S = 30.0
 MAX_FINDINGS = 12

@@ -51,16 +51,16 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("environment", "environment", 70),
+    "environment": Section("environment", "environment", 65),
     "parity": Section("parity_on_one_gpu", "parity", 55),
-    "drawn": Section("parity_on_one_gpu", "drawn_plans", 75),
+    "drawn": Section("parity_on_one_gpu", "drawn_plans", 70),
     "races": Section("delayed_collectives", "races", 65),
-    "speed": Section("step_speed", "speed", 85),
+    "speed": Section("step_speed", "speed", 95),
     "dropout": Section("step_speed", "dropout", 35),
     "attention": Section("attention_speed", "attention_kernels", 20),
     "memory": Section("memory_peak", "memory", 30),
-    "offload": Section("memory_peak", "offload", 40),
-    "checkpoint": Section("checkpoint_io", "checkpoint", 45),
+    "offload": Section("memory_peak", "offload", 45),
+    "checkpoint": Section("checkpoint_io", "checkpoint", 40),
     "failure": Section("failing_rank", "failure", 20),
 }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.generator.essay import NOTE, cell, markdown
+from docs.generator.gpu_table import gpu_lines
 
 PAGE = "docs/benchmarks.md"
 RESULTS, CLAIMS = "benchmarks/results", "docs/generator/claims.toml"
@@ -30,8 +31,9 @@ How to read it:
   is fixed before the first round. *Unresolved*: the noise was too large to tell.
 - A *count* says how many cases of all hold. There is nothing to repeat in it.
 
-**No GPU has been measured, and nothing on more than four processes.** Every figure is from 2 shared CPU
-cores, unless a row says that it compares with figures that others published."""
+**Nothing has been measured on more than one GPU, or on more than four processes.** Every figure is from 2
+shared CPU cores, unless it stands under [On one GPU](#on-one-gpu), or its row says that it compares with
+figures that others published."""
 
 
 def benchmark_page(root: Path) -> dict[str, str]:
@@ -63,6 +65,7 @@ def benchmark_page(root: Path) -> dict[str, str]:
         ]
         lines += [_summary(name, claims.get(name, {}), results[name]) for name in names]
         lines.append("")
+    lines += gpu_lines(root)
     for group, names in groups.items():
         lines += [f"## {group}: details", ""]
         for name in names:
