@@ -1,11 +1,16 @@
 """Training as the only rank, in this process: output when it resumes, goes back, or finds damage."""
 
+import logging
 import os
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from meshwright.commands import train
+from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.run_folder import claim_run_folder
 from tests.command_line import (
     SEQUENCE,
@@ -223,3 +228,14 @@ def test_the_sample_of_a_trained_model_acts_on_no_terminal(config, say):
     assert code == 0
     assert "1 times" in out.split("a sample")[1]
     assert all(letter.isprintable() or letter == "\n" for letter in out)
+
+
+def test_ranks_do_not_warn_again_of_what_their_launcher_has_checked(config, monkeypatch):
+    logger, shown = logging.getLogger("meshwright.data"), Console(file=StringIO())
+    monkeypatch.setattr(train, "resolve_request", lambda request: logger.warning("a link out of the folder"))
+    rank = RankEnv(0, 2, 0, attempt_folder=config.parent)
+    with train._record_failures(rank, config, [], shown):
+        logger.warning("TF32 was on")
+    assert shown.file.getvalue() == "warning: TF32 was on\n"
+    log = (config.parent / "run" / "logs" / "rank-0.log").read_text()
+    assert log.index("a link out of the folder") < log.index("TF32 was on")

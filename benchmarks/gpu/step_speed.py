@@ -36,7 +36,8 @@ def speed(setting: Setting) -> dict[str, object]:
         clear_memory(setting.device)
         try:
             step = make()
-            seconds = seconds_of(step, setting.device, setting.size(10, 2), setting.size(3, 1))
+            repeats = setting.size(4 if "fp32" in name.split()[1] else 10, 2)
+            seconds = seconds_of(step, setting.device, repeats, setting.size(3, 1))
             places = _waiting_places(step, setting.device)
             trace = trace_device(step, setting.device).as_dict()
             tokens_per_s = size.batch * size.sequence / seconds
@@ -58,6 +59,7 @@ def _loops(size: LlamaSize, setting: Setting) -> dict[str, Callable[[], Step]]:
     loops = {
         "plain autocast": plain(),
         "meshwright autocast": ours(AUTOCAST),
+        "meshwright autocast, backward in this thread": lambda: _in_this_thread(ours(AUTOCAST)()),
         "meshwright bf16 + fp32 master": ours(BF16),
         "plain autocast, blocks compiled": plain(compiled=True),
         "plain fp32": plain(half=False),
@@ -70,6 +72,16 @@ def _ours(size: LlamaSize, precision: PrecisionConfig, device: torch.device) -> 
     trainer = open_trainer(size, make_llama_plan(size, precision, micro_batch=size.batch), device)
     batch = trainer.local_batch(size.samples())
     return lambda: trainer.step(batch)
+
+
+def _in_this_thread(step: Step) -> Step:
+    """Returns `step` without the thread of the device, which every backward of a block wakes."""
+
+    def run() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            step()
+
+    return run
 
 
 def _plain(size: LlamaSize, device: torch.device, *, compiled: bool, half: bool) -> Step:

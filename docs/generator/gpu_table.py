@@ -11,7 +11,7 @@ from docs.generator.essay import cell
 RESULTS = "benchmarks/results/gpu"
 HEADING = "On one GPU"
 INTRODUCTION = """`make gpu` runs these sections on one GPU, each once and in turn: no spread, no A/A.
-Seconds of `speed` are means of ten steps of a Llama of 550 million parameters, 4 x 2,048 tokens; in all but
+Seconds of `speed` are means over steps of a Llama of 550 million parameters, 4 x 2,048 tokens; in all but
 fp32 the GPU is idle for a part of the step, so they show the time of the host too. Six tests of
 `environment` failed: they found wrong gradients of ring attention with a mask in half precision. They are
 mended since, and the repair has not run on a GPU."""

@@ -321,18 +321,15 @@ def plan_request(request: PlanRequest, mesh: Mesh, opened: OpenedRequest) -> Res
 
 
 def _accelerator_notes(request: PlanRequest) -> Iterator[str]:
-    """Yields what would be faster on the device of the plan: `run.hardware`, or that of this host."""
+    """Yields what would be faster on the device of the plan: `run.hardware`, or that of this host. Of a slow
+    dtype the ranks warn themselves.
+    """
     if target_platform(request.run.hardware) == CPU:
         return
     if request.align_bytes == 1:
         yield (
             "parameters and shards lie in buffers without padding, which slows a GPU where sizes are odd; "
             "set align_bytes = 128"
-        )
-    if request.job.precision.leaves_tensor_cores_idle:
-        yield (
-            f"matrix products are in {request.job.precision.compute}, without tensor cores: about a tenth of "
-            'the speed of a GPU in bfloat16; set precision.compute = "bfloat16", or precision.tf32 = true'
         )
 
 

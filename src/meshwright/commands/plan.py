@@ -1,7 +1,7 @@
 """`plan`: resolves a request, predicts its step time, and writes the results."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,11 @@ from rich.text import Text
 
 import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
+from meshwright.device.local_device import target_platform
+from meshwright.device.platforms import CPU
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
+from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
@@ -99,7 +102,8 @@ def resolved_view(
     """Returns the plan on one screen, or with `actions` in full; with its prediction, and the choices that
     were made for it.
     """
-    plan, notes = resolved[1].plan, resolved[1].notes
+    plan = resolved[1].plan
+    notes = (*resolved[1].notes, *_dtype_notes(plan))
     summary = resolved[1].data_summary()
     if not actions:
         device = device_of(plan.run.hardware, plan.mesh.world_size)
@@ -107,6 +111,16 @@ def resolved_view(
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     notes_view = (Text(note, style="green") for note in notes)
     return Group(plan_details(plan), "", data_view(summary), taken, *notes_view)
+
+
+def _dtype_notes(plan: Plan) -> Iterator[str]:
+    """Yields that the dtype is slow on the GPU of the plan; when it trains, its ranks warn of that."""
+    precision = plan.job.precision
+    if target_platform(plan.run.hardware) != CPU and precision.leaves_tensor_cores_idle:
+        yield (
+            f"matrix products are in {precision.compute}, without tensor cores: about a tenth of the speed "
+            'of a GPU in bfloat16; set precision.compute = "bfloat16", or precision.tf32 = true'
+        )
 
 
 def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | None, path: Path) -> None:

@@ -270,16 +270,13 @@ def _record_failures(
     )
     folder = Path(request.run.folder)
     attempt_folder = rank_env.attempt_folder or folder / ATTEMPTS / UNCLAIMED
-    with (
-        record_failure(rank_env.rank, attempt_folder, rank_env.lifeline_fd, show) as progress,
-        rank_log(folder, rank_env.rank, warning_printer(rank_env, console)),
-    ):
-        # ranks of our own launcher read the plan file that it wrote, of what it has checked
-        is_checked = rank_env.launcher_env is None
-        yield (
-            progress,
-            (request, resolve_request(request)) if is_checked else resolve(request, rank_env.world),
-        )
+    # ranks of our own launcher read the plan file that it wrote, of what it has checked, and warned of
+    is_checked, printer = rank_env.launcher_env is None, warning_printer(rank_env, console)
+    with record_failure(rank_env.rank, attempt_folder, rank_env.lifeline_fd, show) as progress:
+        with rank_log(folder, rank_env.rank, None if is_checked else printer):
+            resolved = (request, resolve_request(request)) if is_checked else resolve(request, rank_env.world)
+        with rank_log(folder, rank_env.rank, printer):
+            yield progress, resolved
 
 
 def _event_printer(console: Console) -> Callback:
