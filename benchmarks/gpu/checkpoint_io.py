@@ -9,7 +9,7 @@ from benchmarks.gpu.llamas import BF16, LlamaSize, make_llama_plan, open_trainer
 from benchmarks.gpu.setting import Setting, same_bits, seconds_of
 from meshwright.device.local_device import platform_of
 
-LARGE, TINY = LlamaSize(1024, 12, 8, 16000, 2, 256), LlamaSize(48, 2, 4, 64, 2, 16)
+LARGE, TINY = LlamaSize(1024, 4, 8, 16000, 2, 256), LlamaSize(48, 2, 4, 64, 2, 16)
 COPY_NBYTES, TINY_COPY_NBYTES = 1 << 28, 1 << 16
 
 
@@ -22,6 +22,7 @@ def checkpoint(setting: Setting) -> dict[str, object]:
         start = perf_counter()
         path = trainer.save(setting.folder)
         save_s = perf_counter() - start
+        setting.keep({"save_s": save_s})
         saved = saved_tensors(trainer)
     del trainer
     with open_trainer(size, plan, setting.device) as trainer:

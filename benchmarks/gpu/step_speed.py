@@ -132,13 +132,14 @@ def dropout(setting: Setting) -> dict[str, object]:
         step = _gpt2_step(p, setting)
         seconds[f"p = {p}"] = seconds_of(step, setting.device, setting.size(5, 1), 2)
         traces[f"p = {p}"] = trace_device(step, setting.device).as_dict()
+        setting.keep({"s": seconds, "steps": traces})
     ratio = seconds[f"p = {DROPOUT}"] / seconds["p = 0.0"]
     return {"ok": True, "ratio": ratio, "s": seconds, "steps": traces}
 
 
 def _gpt2_step(p: float, setting: Setting) -> Step:
     batch_size, tokens = setting.size(GPT2_BATCH, 2), setting.size(GPT2_TOKENS, 16)
-    width, layers = setting.size((768, 12), (32, 2))
+    width, layers = setting.size((768, 4), (32, 2))  # analyzed twice
     config = GPT2Config(n_embd=width, n_layer=layers, n_head=setting.size(12, 2), use_cache=False)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = p
     ids = torch.randint(64, (batch_size, tokens + 1), generator=torch.Generator().manual_seed(0))

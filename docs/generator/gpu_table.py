@@ -73,6 +73,8 @@ def _speed(found: Found) -> str:
 
 
 def _dropout(found: Found) -> str:
+    if "ratio" not in found:
+        return ""
     return f"a step of GPT-2 with dropout takes {found['ratio']:.2f} of one without"
 
 
@@ -99,6 +101,8 @@ def _offload(found: Found) -> str:
 
 
 def _checkpoint(found: Found) -> str:
+    if "load_s" not in found:
+        return ""
     return (
         f"saved in {found['save_s']:.1f} s, loaded in {found['load_s']:.1f} s, {found['bytes'] / 1e9:.1f} GB"
     )
