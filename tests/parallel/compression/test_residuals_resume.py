@@ -12,6 +12,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.parallel.compression.codecs.int4 import Int4Compression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.job.precision import PrecisionConfig
@@ -84,6 +85,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: saved[name] for name in saved}
 
 
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    return {name: each.shape for name, each in tensors(folder).items()}
+
+
 def owed(folder: Path) -> dict[str, torch.Tensor]:
     """The sum of all residuals of each parameter."""
     saved, _ = load_tensors(folder)
@@ -124,7 +129,7 @@ def test_another_codec_takes_over_what_is_owed(tmp_path: Path):
     """It belongs to gradients, whatever lost it."""
     saved = save(plan_on_4(SignCompression()), tmp_path / "sign")
     other = plan_on_4(Int4Compression())
-    assert state_changes(tensors(saved), other) == []
+    assert state_changes(shapes(saved), other) == []
     before, after = owed(saved), owed(save(other, tmp_path / "int4", saved, num_steps=0))
     assert all(torch.equal(each, after[key]) for key, each in before.items())
 
@@ -133,18 +138,30 @@ def test_what_a_checkpoint_or_a_plan_lacks_is_told(tmp_path: Path):
     coded, exact = plan_on_4(Int8Compression()), mw.make_plan(ANALYZED, tiny_job(), *_without_codec())
     without, with_residuals = save(exact, tmp_path / "exact"), save(coded, tmp_path / "coded")
     first, number = "residual/embed.weight", len(ANALYZED.model_spec.trainable)
-    (told,) = state_changes(tensors(without), coded)
+    (told,) = state_changes(shapes(without), coded)
     assert told == (
         "what compress keeps from step to step is not in that checkpoint and begins anew: "
         f"{first} and {number - 1} more"
     )
     assert not any(each.any() for each in owed(save(coded, tmp_path / "anew", without, 0)).values())
-    (told,) = state_changes(tensors(with_residuals), exact)
+    (told,) = state_changes(shapes(with_residuals), exact)
     assert told.startswith("what compress keeps from step to step is in that checkpoint and is left out")
-    assert state_changes(tensors(with_residuals), coded) == []
+    assert state_changes(shapes(with_residuals), coded) == []
     some = plan_on_4(Int8Compression(params=("layers.*",)))
-    (told,) = state_changes(tensors(with_residuals), some)
+    (told,) = state_changes(shapes(with_residuals), some)
     assert f"{first} and 2 more" in told  # head.weight, head.bias
+
+
+def test_a_resume_with_another_rank_of_powersgd_says_that_its_factors_begin_anew(tmp_path: Path):
+    saved = save(plan_on_4(PowerSGDCompression(rank=2)), tmp_path / "two", num_steps=1)
+    assert state_changes(shapes(saved), plan_on_4(PowerSGDCompression(rank=2))) == []
+    one = plan_on_4(PowerSGDCompression(rank=1))
+    (told,) = state_changes(shapes(saved), one)
+    assert told.startswith(
+        "what compress keeps from step to step has another shape in that checkpoint and begins anew: factor/"
+    )
+    before, after = owed(saved), owed(save(one, tmp_path / "one", saved, num_steps=0))
+    assert all(torch.equal(each, after[key]) for key, each in before.items())  # what is owed stays
 
 
 def _without_codec() -> tuple[mw.Mesh, tuple[mw.Strategy, ...], int]:

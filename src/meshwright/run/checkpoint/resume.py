@@ -4,7 +4,7 @@ All ranks verify the folder together (`distributed_verification`), so all load t
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Never
@@ -113,7 +113,7 @@ def resume(
     saved = saved_run(manifest, step_folder(folder, manifest.step))
     changes = [
         *_changes(saved, plan, data_digest),
-        *state_changes(manifest.entries, plan),
+        *state_changes({name: entry.shape for name, entry in manifest.entries.items()}, plan),
         *_transport_changes(saved.reduction_transports, reduction_transports(plan, world)),
     ]
     executor.load_state_dict(  # it may refuse: then nothing has been renamed
@@ -269,17 +269,29 @@ def _changes(saved: SavedRun, plan: Plan, data_digest: str) -> list[str]:
     return words + (["the data changed since that checkpoint"] if saved.data != data_digest else [])
 
 
-def state_changes(saved: Iterable[str], plan: Plan) -> list[str]:
+def state_changes(saved: Mapping[str, Sequence[int]], plan: Plan) -> list[str]:
     """Returns what of the tensors that techniques keep from step to step begins anew under `plan`, and what
-    of those in a checkpoint is left out; `saved` are the names in it.
+    of those in a checkpoint is left out; `saved` are the shapes in it by name.
     """
     states = [each.states.items() for each in plan.role_plans()]
-    keys = {(owner, spec.key) for owners in states for owner, specs in owners for spec in specs}
-    needed = {f"{STATE_PREFIX}{owner}/{key}" for owner, key in keys}
+    specs = {
+        f"{STATE_PREFIX}{owner}/{spec.key}": spec
+        for owners in states
+        for owner, owned in owners
+        for spec in owned
+    }
+    reshaped = {
+        name
+        for name, spec in specs.items()
+        # summands have one dim more: that of the ranks
+        if spec.may_begin_anew and name in saved and tuple(saved[name])[-len(spec.shape) :] != spec.shape
+    }
+    needed = set(specs)
     found = {name for name in saved if name.startswith(STATE_PREFIX) and not name.startswith(DEVICE_WEIGHTS)}
     texts = (
         (needed - found, "is not in that checkpoint and begins anew"),
         (found - needed, "is in that checkpoint and is left out: the plan does not keep it"),
+        (reshaped, "has another shape in that checkpoint and begins anew"),
     )
     lines = list[str]()
     for names, text in texts:
