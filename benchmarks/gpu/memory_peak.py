@@ -40,6 +40,20 @@ LAYOUTS: dict[str, tuple[PrecisionConfig, tuple[Strategy, ...]]] = {
     "bf16 + fp32 master": (BF16, ()),
     "autocast, activation checkpointing": (AUTOCAST, (ActivationCheckpointing(),)),
 }
+CHECKPOINTING = "activation checkpointing"
+# a plan: its strategies, the plan with which it shares the bits, and whether it does
+PLANS: dict[str, tuple[tuple[Strategy, ...], str, bool]] = {
+    "no offload": ((), "no offload", True),
+    CHECKPOINTING: ((ActivationCheckpointing(),), CHECKPOINTING, True),
+    "states, device steps": ((Offload(),), "no offload", True),
+    "states, host steps": ((Offload(step_on="host"),), "no offload", False),
+    "activations": ((ActivationOffload(),), "no offload", True),
+    "checkpointed activations": (
+        (ActivationCheckpointing(), ActivationOffload()),
+        CHECKPOINTING,
+        True,
+    ),
+}
 
 
 def memory(setting: Setting) -> dict[str, object]:
@@ -66,22 +80,6 @@ def memory(setting: Setting) -> dict[str, object]:
         del trainer
         setting.keep({"layouts": rows})
     return {"ok": True, "layouts": rows}
-
-
-CHECKPOINTING = "activation checkpointing"
-# a plan: its strategies, the plan with which it shares the bits, and whether it does
-PLANS: dict[str, tuple[tuple[Strategy, ...], str, bool]] = {
-    "no offload": ((), "no offload", True),
-    CHECKPOINTING: ((ActivationCheckpointing(),), CHECKPOINTING, True),
-    "states, device steps": ((Offload(),), "no offload", True),
-    "states, host steps": ((Offload(step_on="host"),), "no offload", False),
-    "activations": ((ActivationOffload(),), "no offload", True),
-    "checkpointed activations": (
-        (ActivationCheckpointing(), ActivationOffload()),
-        CHECKPOINTING,
-        True,
-    ),
-}
 
 
 def offload(setting: Setting) -> dict[str, object]:

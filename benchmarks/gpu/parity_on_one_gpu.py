@@ -45,6 +45,11 @@ LAYOUTS = {
     "zero 3 x tensor parallel": Mesh(dp_shard=3, tp=2),
 }
 PRECISIONS = {"fp32": (FP32, 1e-4), "autocast": (AUTOCAST, 0.03)}  # relative differences that are allowed
+SEED, MAX_RANKS = 26, 12
+RUN_S, TINY_RUN_S = 25.0, 1.0
+MAX_PROCESSES = 10  # each has a context of its own on the device
+PLAN_LIMIT_S = 30.0
+MAX_FINDINGS = 12
 
 Curve = list[tuple[float, float]]
 
@@ -74,7 +79,7 @@ def _differences(setting: Setting) -> Iterator[tuple[str, float, float]]:
 
 def _train(plan: Plan, device: torch.device) -> Curve:
     def rank(world: World) -> Curve:
-        with torch.autograd.set_multithreading_enabled(False), open_trainer(SMALL, plan, world) as trainer:
+        with open_trainer(SMALL, plan, world) as trainer:
             steps = [trainer.step(trainer.local_batch(SMALL.samples())) for _ in range(NUM_STEPS)]
             return [(step.loss, step.grad_norm) for step in steps]
 
@@ -87,13 +92,6 @@ def relative_difference(curve: Curve, reference: Curve) -> float:
     return max(
         abs(mine - other) / abs(other) for one, two in pairs for mine, other in zip(one, two, strict=True)
     )
-
-
-SEED, MAX_RANKS = 26, 12
-RUN_S, TINY_RUN_S = 25.0, 1.0
-MAX_PROCESSES = 10  # each has a context of its own on the device
-PLAN_LIMIT_S = 30.0
-MAX_FINDINGS = 12
 
 
 def drawn_plans(setting: Setting) -> dict[str, object]:

@@ -25,6 +25,8 @@ LARGE = LlamaSize(1536, 16, 12, 32000, 4, 2048)  # 550 M parameters
 TINY = LlamaSize(48, 2, 4, 64, 2, 16)
 GPT2_BATCH, GPT2_TOKENS, DROPOUT = 8, 512, 0.1
 
+FP32_LOOPS = ("plain fp32", "meshwright fp32")  # slow, and steady
+
 Step = Callable[[], object]
 
 
@@ -36,7 +38,7 @@ def speed(setting: Setting) -> dict[str, object]:
         clear_memory(setting.device)
         try:
             step = make()
-            repeats = setting.size(4 if "fp32" in name.split()[1] else 10, 2)
+            repeats = setting.size(4 if name in FP32_LOOPS else 10, 2)
             seconds = seconds_of(step, setting.device, repeats, setting.size(3, 1))
             places = _waiting_places(step, setting.device)
             trace = trace_device(step, setting.device).as_dict()

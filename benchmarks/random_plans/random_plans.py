@@ -34,10 +34,11 @@ import traceback
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -54,11 +55,11 @@ from benchmarks.random_plans.combinations import (
 from benchmarks.random_plans.compared_rows import compare_all
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
-from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.training.trainer import LocalSamples, select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.one_device.lost_steps import record_lost
@@ -75,7 +76,6 @@ CLAIM = (
 )
 SEED, NUM_PLANS, LIMIT_S = 8, 2000, 240.0
 CPU = torch.device("cpu")
-Found = TypeVar("Found")
 HARM = "harm"  # the field of a batch that multiplies its loss
 MATCHED = 0.8  # the least share of all plans that must match, not be refused
 
@@ -156,28 +156,19 @@ def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU)
         batches[-1][HARM] = torch.full((num_last, 1), 1e6)
         loss = replace(loss.wrap_total(_multiplied), targets=(*loss.targets, HARM))
 
-    def read_batch(plan: Plan, rank: int) -> Callable[[int], LocalSamples]:
-        return lambda step: select_local_batch(batches[step], plan, rank)
-
-    def on_ranks(fn: Callable[[World], Found]) -> list[Found]:
-        def rank(world: World) -> Found:
-            # else all backwards share the thread of a GPU, where none may wait for another
-            with torch.autograd.set_multithreading_enabled(False):
-                return fn(world)
-
-        return run_on_threads(rank, plan.mesh, timeout_s=limit_s, device=device)
-
-    case = make_parity_case(analyzed, plan, loss, read_batch)  # one device is the CPU
-    on_device = make_parity_case(analyzed, plan, loss, read_batch, device)
-    lost = on_ranks(lambda world: record_lost(on_device, world, drawn.num_steps))
+    case = make_parity_case(
+        analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+    )
+    make_module = partial(make_trained_module, analyzed, device, torch.float64)
+    on_ranks = partial(run_on_threads, mesh=plan.mesh, timeout_s=limit_s, device=device)
+    ranks = replace(case, make_trained_module=make_module)  # one device is the CPU
+    lost = on_ranks(lambda world: record_lost(ranks, world, drawn.num_steps))
     reference = run_reference(case, drawn.num_steps, lost[0])
     if drawn.guard:
-        case, on_device = (
-            replace(each, plan=replace(each.plan, job=replace(each.plan.job, guard=plan.job.guard)))
-            for each in (case, on_device)
-        )
+        case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
+        ranks = replace(ranks, plan=case.plan)
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
-    reports = on_ranks(lambda world: compare_rank(on_device, world, reference))
+    reports = on_ranks(lambda world: compare_rank(ranks, world, reference))
     for report in reports if drawn.guard else ():
         _drop_last_step(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})

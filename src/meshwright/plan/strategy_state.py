@@ -12,7 +12,7 @@ A history has one row per step, the newest last; one of another length keeps its
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -52,6 +52,13 @@ class StateSpec:
     def key(self) -> str:
         """The name that is unique within its technique: "averages", "residual/layers.0.weight"."""
         return f"{self.name}/{self.param}" if self.param else self.name
+
+    def shape_of_one(self, saved: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of one summand, or of one row of a history, of a tensor whose shape in a
+        checkpoint is `saved`.
+        """
+        is_stacked = self.is_history or bool(self.layout.axes_with("P"))
+        return tuple(saved[1:] if is_stacked else saved)
 
     @property
     def is_shard(self) -> bool:

@@ -57,7 +57,8 @@ def run_on_threads(
 ) -> list[Result]:
     """Returns the results of `fn(world)` on all ranks of `mesh`, in rank order; all compute on `device`.
 
-    Each rank is a thread with one torch thread. `timeout_s` bounds every wait for a peer and, once a rank has
+    Each rank is a thread with one torch thread, in which its backwards run too: the thread of a GPU, which
+    all would share, may wait for no other rank. `timeout_s` bounds every wait for a peer and, once a rank has
     failed, the wait for the others to end. Raises the error of the first rank that failed, with a note that
     names the rank.
     """
@@ -70,7 +71,8 @@ def run_on_threads(
         torch.set_num_threads(1)
         world = ThreadWorld(backend, rank, device)
         try:
-            results[rank] = fn(world)
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(world)
         except BaseException as error:
             errors[rank] = error
             backend.abort(rank, error)

@@ -1,4 +1,4 @@
-"""Builds a parity case: the plan in float64, and the same job on one device."""
+"""Builds a parity case: the plan in float64 on the CPU, and the same job on one device."""
 
 from collections.abc import Callable
 
@@ -17,20 +17,12 @@ from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.parity import parity_job, single_device_job
 from meshwright.verifier.static_checks import static_checks
 
-CPU = torch.device("cpu")
-
 BatchReader = Callable[[Plan, int], Callable[[int], Batch | None]]
 
 
-def make_parity_case(
-    analyzed: AnalyzedModel,
-    plan: Plan,
-    loss: Loss,
-    read_batch: BatchReader,
-    device: torch.device = CPU,
-) -> ParityCase:
-    """Returns `plan` as parity runs it, with the same job on one device; both compute in float64 with SGD, on
-    `device`.
+def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch: BatchReader) -> ParityCase:
+    """Returns `plan` as parity runs it, with the same job on one device; both compute in float64 with SGD on
+    the CPU.
 
     `read_batch(plan, rank)` returns a function from a step to the samples of `rank`.
     """
@@ -53,7 +45,7 @@ def make_parity_case(
         return lambda step: None if (batch := read(step)) is None else batch_in_float64(batch)
 
     def make_module() -> TrainedModule:
-        return make_trained_module(analyzed, device, torch.float64)
+        return make_trained_module(analyzed, torch.device("cpu"), torch.float64)
 
     def plan_for_batch(batch: Batch) -> Plan:
         example = {

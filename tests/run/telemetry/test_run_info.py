@@ -28,8 +28,8 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
     assert [action.name for action in program_from_dict(said["program"]).actions(FIRST_ROLE)] == [
         action.name for action in plan.program.actions(FIRST_ROLE)
     ]
-    # the installed version may lack the build: +cu130
-    assert torch.__version__.startswith(said["versions"]["torch"])
+    installed = torch.__version__.partition("+")[0]  # a build of the package index has no +cu130 there
+    assert said["versions"]["torch"] in (torch.__version__, installed)
     assert said["machine"]["device"] == "cpu"
     assert said["machine"]["memory"] > 0
 

@@ -113,8 +113,7 @@ class StrategyTensors:
     ) -> None:
         axes, shape = spec.layout.axes_with("P"), tensor_shape(saved, entry)
         expected = self._full_shape(spec)
-        found = shape[1:] if axes or spec.is_history else shape
-        if found != (expected[1:] if spec.is_history else expected):
+        if spec.shape_of_one(shape) != (expected[1:] if spec.is_history else expected):
             if spec.may_begin_anew:
                 return
             text = f"{entry} has the shape {list(shape)}, and {list(expected)} is needed under this plan"

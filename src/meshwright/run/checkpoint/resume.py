@@ -283,8 +283,7 @@ def state_changes(saved: Mapping[str, Sequence[int]], plan: Plan) -> list[str]:
     reshaped = {
         name
         for name, spec in specs.items()
-        # summands have one dim more: that of the ranks
-        if spec.may_begin_anew and name in saved and tuple(saved[name])[-len(spec.shape) :] != spec.shape
+        if spec.may_begin_anew and name in saved and spec.shape_of_one(saved[name]) != spec.shape
     }
     needed = set(specs)
     found = {name for name in saved if name.startswith(STATE_PREFIX) and not name.startswith(DEVICE_WEIGHTS)}
