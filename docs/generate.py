@@ -16,7 +16,7 @@ from pathlib import Path
 from docs.generator.action_page import action_page, described, kinds
 from docs.generator.algorithm_pages import algorithm_pages
 from docs.generator.api_pages import api_pages
-from docs.generator.benchmark_page import benchmark_page
+from docs.generator.benchmarks.benchmark_page import benchmark_page
 from docs.generator.cli_page import cli_page
 from docs.generator.combination_page import combination_page
 from docs.generator.config_page import config_page

@@ -6,7 +6,7 @@ algorithm_pages   one page per all-reduce algorithm, and their index
 action_page       the table of action kinds
 combination_page  which techniques were tried together
 model_page        which model families train
-benchmark_page    every claim with its figures
+benchmarks        every claim with its figures, and what has run on one GPU
 config_page       every key of a config file
 cli_page          every command and option
 api_pages         the public names of the package

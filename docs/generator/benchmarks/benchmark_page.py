@@ -1,6 +1,6 @@
 """Makes the page of benchmarks: every claim with its figures, spread, date and command, from the results.
 
-`claims.toml` beside this module groups the claims and says each one in the words of the field; figures come
+`claims.toml` in the folder above groups the claims and says each one in the words of the field; figures come
 from the results alone. A result without an entry there is listed under *Others*, with the claim that it
 states itself.
 """
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from docs.generator.benchmarks.gpu_table import gpu_lines
 from docs.generator.essay import NOTE, cell, markdown
-from docs.generator.gpu_table import gpu_lines
 
 PAGE = "docs/benchmarks.md"
 RESULTS, CLAIMS = "benchmarks/results", "docs/generator/claims.toml"

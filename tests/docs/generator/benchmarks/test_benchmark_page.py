@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generator.benchmark_page import CLAIMS, PAGE, RESULTS, benchmark_page
+from docs.generator.benchmarks.benchmark_page import CLAIMS, PAGE, RESULTS, benchmark_page
 
 BASE = {
     "command": "make bench NAME=x",

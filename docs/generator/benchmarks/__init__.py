@@ -1,0 +1,5 @@
+"""The page of benchmarks, from their results.
+
+benchmark_page    every claim with its figures
+gpu_table         what has run on one GPU
+"""
