@@ -11,6 +11,7 @@ A CPU has no streams: there a late collective runs when it is waited for. A plan
 nothing, must be seen; and two runs at once must be equal, or the kernels are not deterministic.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -24,6 +25,7 @@ from meshwright.comm.collectives.group import ExchangedMessage, Group, GroupKey,
 from meshwright.device.device_streams import current_stream, record_event
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.training.deterministic_kernels import deterministic_kernels
 
 NUM_STEPS = 3
 MAX_CYCLES = 2_000_000  # of one sleep: about a millisecond
@@ -45,15 +47,11 @@ Timing = Literal["at once", "late", "not waited for"]
 
 def races(setting: Setting) -> dict[str, object]:
     """Returns the verdict of each plan, "equal" where delays change no bit, and that of the planted race."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic_kernels(os.environ):
         plan = make_llama_plan(SMALL, FP32, LAYOUTS["zero 3"], micro_batch=1)
         at_once = bits_after(plan, 0, setting.device, "at once")
         is_planted_seen = not same_bits(at_once, bits_after(plan, 0, setting.device, "not waited for"))
         verdicts = _verdicts(setting)
-    finally:
-        torch.use_deterministic_algorithms(before)
     ok = is_planted_seen and set(verdicts.values()) == {"equal"}
     return {"ok": ok, "planted race seen": is_planted_seen, "plans": verdicts}
 

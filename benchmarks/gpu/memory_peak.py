@@ -9,6 +9,7 @@ without. Copies run on streams of their own beside the kernels, from pinned memo
 step, the parameters have the same bits; where the host steps, they differ by roundings of AdamW.
 """
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,7 @@ from meshwright.parallel.memory.tiers.activation_offload import ActivationOffloa
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.training.deterministic_kernels import deterministic_kernels
 
 LARGE, TINY = LlamaSize(1024, 12, 8, 16000, 8, 1024), LlamaSize(48, 2, 4, 64, 2, 16)
 OFFLOADED = LlamaSize(1024, 6, 8, 16000, 8, 1024)  # copied to the host and compared
@@ -86,17 +88,13 @@ def offload(setting: Setting) -> dict[str, object]:
     """Returns seconds, bytes and the comparison of bits of each plan."""
     size, rows = setting.size(OFFLOADED, TINY), dict[str, dict[str, object]]()
     saved: dict[str, list[torch.Tensor]] = {}
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic_kernels(os.environ):
         for name, (strategies, other, _) in PLANS.items():
             rows[name], tensors = _measured(size, strategies, setting)
             saved.setdefault(other, tensors)
             rows[name]["same bits"] = same_bits(tensors, saved[other])
             rows[name]["largest difference"] = _largest_difference(tensors, saved[other])
             setting.keep({"plans": rows})
-    finally:
-        torch.use_deterministic_algorithms(before)
     ok = all(rows[name]["same bits"] for name, (_, _, is_exact) in PLANS.items() if is_exact)
     return {"ok": ok, "plans": rows}
 

@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 PRECISIONS = {"fp32": (FP32, 1e-4), "autocast": (AUTOCAST, 0.03)}  # relative differences that are allowed
 SEED, MAX_RANKS = 26, 12
-RUN_S, TINY_RUN_S = 25.0, 1.0
+RUN_S, TINY_RUN_S = 20.0, 1.0
 MAX_PROCESSES = 10  # each has a context of its own on the device
 PLAN_LIMIT_S = 30.0
 MAX_FINDINGS = 12

@@ -51,12 +51,12 @@ class Section:
 
 
 SECTIONS = {
-    "environment": Section("environment", "environment", 65),
-    "parity": Section("parity_on_one_gpu", "parity", 55),
-    "drawn": Section("parity_on_one_gpu", "drawn_plans", 70),
-    "races": Section("delayed_collectives", "races", 65),
-    "speed": Section("step_speed", "speed", 95),
-    "dropout": Section("step_speed", "dropout", 35),
+    "environment": Section("environment", "environment", 60),
+    "parity": Section("parity_on_one_gpu", "parity", 50),
+    "drawn": Section("parity_on_one_gpu", "drawn_plans", 85),
+    "races": Section("delayed_collectives", "races", 60),
+    "speed": Section("step_speed", "speed", 100),
+    "dropout": Section("step_speed", "dropout", 30),
     "attention": Section("attention_speed", "attention_kernels", 20),
     "memory": Section("memory_peak", "memory", 30),
     "offload": Section("memory_peak", "offload", 45),

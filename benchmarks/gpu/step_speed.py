@@ -2,6 +2,7 @@
 
 All loops train the same Llama on the same tokens with fused AdamW and clipping to norm 1. Plain loops have
 parameters in float32 and compute under autocast; ours too, and with bfloat16 parameters and float32 masters.
+At the end plain PyTorch, ours and plain PyTorch once more take steps in turn: the ratio, and its noise.
 """
 
 import warnings
@@ -16,8 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.gpu.device_trace import MAX_PLACES, trace_device
 from benchmarks.gpu.llamas import AUTOCAST, BF16, FP32, LlamaSize, make_llama_plan, open_trainer
 from benchmarks.gpu.setting import Setting, clear_memory, seconds_of
+from benchmarks.harness.interleaved_timing import Window, compare, measure
+from benchmarks.harness.rank_processes import InProcess
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
+from meshwright.device.device_streams import synchronize
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 
@@ -26,6 +30,9 @@ TINY = LlamaSize(48, 2, 4, 64, 2, 16)
 GPT2_BATCH, GPT2_TOKENS, DROPOUT = 8, 512, 0.1
 
 FP32_LOOPS = ("plain fp32", "meshwright fp32")  # slow, and steady
+PAIR = ("plain autocast", "meshwright autocast")
+ROUNDS, TINY_ROUNDS = Window(limit_s=25.0, threshold=1.0), Window(clean=2, most=4, threshold=64.0, warmup=1)
+RATIO_BAR = 1.03  # of plain PyTorch
 
 Step = Callable[[], object]
 
@@ -48,7 +55,8 @@ def speed(setting: Setting) -> dict[str, object]:
             rows[name] = {"error": str(error)[:500]}
         step = None
         setting.keep({"loops": rows})
-    return {"ok": all("s" in row for row in rows.values()), "size": asdict(size), "loops": rows}
+    found = {"ok": all("s" in row for row in rows.values()), "size": asdict(size), "loops": rows}
+    return found | {"in turn": _in_turn(size, setting)}
 
 
 def _loops(size: LlamaSize, setting: Setting) -> dict[str, Callable[[], Step]]:
@@ -61,29 +69,39 @@ def _loops(size: LlamaSize, setting: Setting) -> dict[str, Callable[[], Step]]:
     loops = {
         "plain autocast": plain(),
         "meshwright autocast": ours(AUTOCAST),
-        "meshwright autocast, backward in this thread": lambda: _in_this_thread(ours(AUTOCAST)()),
         "meshwright bf16 + fp32 master": ours(BF16),
         "plain autocast, blocks compiled": plain(compiled=True),
         "plain fp32": plain(half=False),
         "meshwright fp32": ours(FP32),
     }
-    return setting.size(loops, {name: loops[name] for name in ("plain autocast", "meshwright autocast")})
+    return setting.size(loops, {name: loops[name] for name in PAIR})
+
+
+def _in_turn(size: LlamaSize, setting: Setting) -> dict[str, object]:
+    """Returns the comparison of rounds of one step each: of plain PyTorch, of ours, and of plain again."""
+    loops, (base, ours), twin = _loops(size, setting), PAIR, "plain autocast again"
+
+    def waited(step: Step) -> Callable[[], None]:
+        def run() -> None:
+            step()
+            synchronize(setting.device)
+
+        return run
+
+    clear_memory(setting.device)
+    try:
+        steps = {base: loops[base](), ours: loops[ours](), twin: loops[base]()}
+        sides = [InProcess(name, waited(step)) for name, step in steps.items()]
+        rounds = measure(sides, setting.size(ROUNDS, TINY_ROUNDS))
+        return compare(rounds, ours, base=base, twin=twin, bar=RATIO_BAR, figure="wall_s").as_dict()
+    except (RuntimeError, ValueError) as error:  # such as memory too small for three, or others' load
+        return {"error": str(error)[:500]}
 
 
 def _ours(size: LlamaSize, precision: PrecisionConfig, device: torch.device) -> Step:
     trainer = open_trainer(size, make_llama_plan(size, precision, micro_batch=size.batch), device)
     batch = trainer.local_batch(size.samples())
     return lambda: trainer.step(batch)
-
-
-def _in_this_thread(step: Step) -> Step:
-    """Returns `step` without the thread of the device, which every backward of a block wakes."""
-
-    def run() -> None:
-        with torch.autograd.set_multithreading_enabled(False):
-            step()
-
-    return run
 
 
 def _plain(size: LlamaSize, device: torch.device, *, compiled: bool, half: bool) -> Step:

@@ -70,7 +70,12 @@ def _races(found: Found) -> str:
 
 
 def _speed(found: Found) -> str:
-    return "; ".join(f"{name} {1e3 * row['s']:.0f} ms" for name, row in found["loops"].items())
+    text = "; ".join(f"{name} {1e3 * row['s']:.0f} ms" for name, row in found["loops"].items())
+    pair = found.get("in turn", {})
+    if "ratio" not in pair:
+        return text
+    ratio, noise = ("{median:.3f} [{low:.3f}, {high:.3f}]".format(**pair[name]) for name in ("ratio", "aa"))
+    return f"{text}; steps in turn, {pair['name']} / {pair['base']}: {ratio}, A/A {noise}"
 
 
 def _dropout(found: Found) -> str:

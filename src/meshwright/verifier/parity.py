@@ -14,7 +14,7 @@ sent for such a microbatch is what the plan for such samples says; for that the 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from itertools import zip_longest
 from math import inf, isnan, nan
@@ -42,6 +42,7 @@ from meshwright.verifier.messages import (
     planned_messages,
 )
 from meshwright.verifier.one_device.parity_case import (
+    NOTHING_MISSING,
     ParityCase,
     Reference,
     ReferenceStep,
@@ -333,13 +334,15 @@ class _RankComparison:
         actual: Mapping[str, torch.Tensor],
         expected: TensorsByName,
         factor: Callable[[], float | None] = lambda: None,
+        largest: Mapping[str, float] = NOTHING_MISSING,
     ) -> None:
         """Compares each tensor at the scale of its block, in the order of backward: the last block first.
 
-        `factor` is computed when the first of them differs.
+        `factor` is computed when the first of them differs. `largest` are further elements for the scale.
         """
         self.step, common_factor = step, cache(factor)
-        scales, allowed = self._scales(expected), TOLERANCE if quantity == "initial value" else self._allowed
+        scales = self._reference.scales(expected, largest)
+        allowed = TOLERANCE if quantity == "initial value" else self._allowed
         for name in reversed(list(expected)):
             block = self._reference.block_of[name]
             error = _distance(actual[name].detach(), expected[name]) / scales[block]
@@ -368,7 +371,8 @@ class _RankComparison:
             if microbatch is None
             else {name: truth.microbatch_gradients[microbatch][name] for name in found}
         )
-        self.values("gradient", self.step, found, expected, lambda: self._common_factor(found, expected))
+        factor = partial(self._common_factor, found, expected)
+        self.values("gradient", self.step, found, expected, factor, truth.largest_missing)
 
     def _common_factor(self, actual: TensorsByName, expected: TensorsByName) -> float | None:
         """Returns the number f with actual = f * expected for all gradients at once, if there is one."""
@@ -376,21 +380,12 @@ class _RankComparison:
         if not norm > 0:
             return None
         factor = sum((actual[name] * expected[name]).sum().item() for name in expected) / norm
-        scales = self._scales(expected)
+        scales = self._reference.scales(expected)
         errors = [
             _distance(actual[name], factor * tensor) / scales[self._reference.block_of[name]]
             for name, tensor in expected.items()
         ]
         return factor if all(error <= 1e-8 * max(1.0, abs(factor)) for error in errors) else None
-
-    def _scales(self, expected: TensorsByName) -> dict[str, float]:
-        scales: dict[str, float] = {}
-        for name, tensor in expected.items():
-            block = self._reference.block_of[name]
-            # integers are compared exactly: a table of them would hide every other error in its block
-            largest = tensor.abs().max().item() if tensor.numel() and tensor.is_floating_point() else 0.0
-            scales[block] = max(scales.get(block, 1e-30), largest)
-        return scales
 
     def _record_error(self, quantity: str, error: float) -> None:
         self._report.max_errors[quantity] = _max_error([self._report.max_errors.get(quantity, 0.0), error])

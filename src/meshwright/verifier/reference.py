@@ -47,7 +47,13 @@ from meshwright.verifier.one_device.loss_and_gradients import (
     set_values,
 )
 from meshwright.verifier.one_device.lost_steps import LostStep, missing_gradients
-from meshwright.verifier.one_device.parity_case import ParityCase, Reference, ReferenceStep, TensorsByName
+from meshwright.verifier.one_device.parity_case import (
+    ParityCase,
+    Reference,
+    ReferenceStep,
+    TensorsByName,
+    largest_element,
+)
 from meshwright.verifier.one_device.weight_version_replay import WeightVersionReplay
 
 
@@ -138,7 +144,8 @@ class _Site:
         choices = self._recorder.pop_choices(len(next(iter(batch.values())))) if rows != () else {}
         found = (loss, norm.item(), gradients, {}, {}, copied_values(biases), choices)
         error = lost.error if lost else 0.0
-        self.reference.steps.append(ReferenceStep(batch, *found, error, exact_loss, rows))
+        largest = {name: largest_element(each) for name, each in missing.items()}
+        self.reference.steps.append(ReferenceStep(batch, *found, error, exact_loss, rows, largest))
 
     def _compute_gradients(
         self, step: int, batch: Batch, rows: Sequence[int] | None, rounded: RoundedValues | None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -12,11 +13,19 @@ from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.plan import Plan
 
 TensorsByName = dict[str, torch.Tensor]
+NOTHING_MISSING: Mapping[str, float] = MappingProxyType({})
 
 
 def on_cpu(tensors: Mapping[str, torch.Tensor]) -> TensorsByName:
     """Returns `tensors` where one device computes."""
     return {name: each.detach().cpu() for name, each in tensors.items()}
+
+
+def largest_element(tensor: torch.Tensor) -> float:
+    """Returns the largest magnitude in `tensor`; 0 for integers, which are compared exactly: a table of them
+    would hide every other error in its block.
+    """
+    return tensor.abs().max().item() if tensor.numel() and tensor.is_floating_point() else 0.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class ReferenceStep:
     `gradients` those of the last one. `biases` are the buffers that move the choice of experts, afterwards;
     `choices` the experts of each token, by layer. `sum_error` is the largest error of a sum of codes.
     `exact_loss` is the loss at the same weights without codes of activations, where there are any.
+    `largest_missing` is the largest element of what codes leave out, by the name of the gradient: where next
+    to nothing is sent, the gradient is a difference of two numbers of that scale, and so is its rounding.
     `batch` has the rows `samples` of the global batch (None: all), where sites train apart.
     """
 
@@ -59,6 +70,7 @@ class ReferenceStep:
     sum_error: float = 0.0
     exact_loss: float | None = None
     samples: tuple[int, ...] | None = None
+    largest_missing: Mapping[str, float] = field(default_factory=dict)
 
     def rows_of(self, samples: Sequence[int]) -> list[int]:
         """Returns the rows of `batch` with those of `samples`, indices in the global batch, that it has."""
@@ -83,3 +95,13 @@ class Reference:
     def of_site(self, index: int) -> "Reference":
         """Returns the results of the site at `index`."""
         return self.sites[index] if self.sites else self
+
+    def scales(
+        self, values: TensorsByName, others: Mapping[str, float] = NOTHING_MISSING
+    ) -> dict[str, float]:
+        """Returns the scale of each block: the largest element of its `values`, and of those in `others`."""
+        scales: dict[str, float] = {}
+        for name, tensor in values.items():
+            largest = max(largest_element(tensor), others.get(name, 0.0))
+            scales[self.block_of[name]] = max(scales.get(self.block_of[name], 1e-30), largest)
+        return scales
