@@ -10,9 +10,10 @@ from docs.generator.essay import cell
 
 RESULTS = "benchmarks/results/gpu"
 HEADING = "On one GPU"
-INTRODUCTION = """`make gpu` runs these sections on one GPU, each once and in turn: no spread, no A/A.
-Seconds of `speed` are means over steps of a Llama of 550 million parameters, 4 x 2,048 tokens; in all but
-fp32 the GPU is idle for a part of the step, so they show the time of the host too."""
+INTRODUCTION = """`make gpu` runs these sections on one GPU, each once.
+Seconds of `speed` are means over steps of a Llama of 550 million parameters, 4 x 2,048 tokens, one loop after
+the other; in all but fp32 the GPU is idle for a part of the step, so they show the time of the host too. The
+ratio of steps in turn has its spread and its A/A."""
 
 Found = Mapping[str, Any]
 
