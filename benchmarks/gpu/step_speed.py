@@ -55,8 +55,8 @@ def speed(setting: Setting) -> dict[str, object]:
             rows[name] = {"error": str(error)[:500]}
         step = None
         setting.keep({"loops": rows})
-    found = {"ok": all("s" in row for row in rows.values()), "size": asdict(size), "loops": rows}
-    return found | {"in turn": _in_turn(size, setting)}
+    ok, in_turn = all("s" in row for row in rows.values()), _in_turn(size, setting)
+    return {"ok": ok, "size": asdict(size), "loops": rows, "in turn": in_turn}
 
 
 def _loops(size: LlamaSize, setting: Setting) -> dict[str, Callable[[], Step]]:
