@@ -22,7 +22,8 @@ from time import perf_counter
 
 from benchmarks.planner.planner_here import BENCHES, parse, predict_and_measure, result_of, run_bench
 from benchmarks.planner.twelve_plans import DISK_FOLDER, OFFLOADED_CASES
-from meshwright.engine.params.rank_file import RankFile, page_aligned
+from meshwright.engine.params.rank_file import RankFile
+from meshwright.engine.runtime.host_memory import page_aligned
 from meshwright.run.measure.profile_files import read_profile, write_profile
 
 NAME = "planner_offload"

@@ -20,6 +20,8 @@ from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
+ON_DISK_SHARE = 0.3  # of plans with states, or activations, that leave the device
+
 
 def with_offloads(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies`, in some plans with model states or activations on the host, or in parts."""
@@ -44,7 +46,7 @@ def with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[St
         if stages == [3]:
             modes.append(Offload(("optimizer_states", "gradients", "weights"), "host"))
     chosen: Strategy = rng.choice(modes)
-    if rng.random() < 0.3:
+    if rng.random() < ON_DISK_SHARE:
         chosen = DiskOffload(gettempdir(), num_buffers=rng.choice((1, 2, 3)))
         if chosen.num_buffers < 3 and any(isinstance(each, ZeRO) and each.stage == 3 for each in strategies):
             chosen = replace(chosen, what=("optimizer_states", "weights"))
@@ -63,7 +65,11 @@ def with_activation_offload(rng: Random, strategies: Sequence[Strategy]) -> tupl
     has_other_form = any(isinstance(each, (Gist, MemoryBudget)) for each in strategies)
     if has_other_form or (checkpoints and not in_stages):
         return tuple(strategies)
-    mixed = [*strategies, ActivationOffload(prefetch=rng.choice((0, 1)) if in_stages else 0)]
+    prefetch = rng.choice((0, 1)) if in_stages else 0
+    at = Random()
+    at.setstate(rng.getstate())  # the draws that follow stay those of before
+    folder = gettempdir() if at.random() < ON_DISK_SHARE else ""
+    mixed = [*strategies, ActivationOffload(prefetch=prefetch, folder=folder)]
     rng.shuffle(mixed)
     return tuple(mixed)
 

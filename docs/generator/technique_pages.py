@@ -39,6 +39,7 @@ SHARED = (
     "memory/gist_encodings",
     "tiers/offload_actions",
     "tiers/kept_tensor_copies",
+    "tiers/kept_tensor_file",
     "pipeline/receive_prefetch",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",

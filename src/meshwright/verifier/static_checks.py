@@ -16,6 +16,7 @@ from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.grad_dependencies import reads_summed_grads
 from meshwright.plan.step.memory.activation_copies import copy_conflicts
+from meshwright.plan.step.memory.activation_files import activation_file_conflicts
 from meshwright.plan.step.memory.recomputed_segments import recomputation_conflicts
 from meshwright.plan.step.memory.tier_copies import tier_copy_conflicts
 from meshwright.plan.step.program import Action, Program, Role, transitive_waits
@@ -60,6 +61,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             _check_batch_sums(rank_plan, role.actions),
             tier_copy_conflicts(plan.sharding.tiers, role.actions),
             copy_conflicts(role.actions),
+            activation_file_conflicts(role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
             check_streams(role.actions),

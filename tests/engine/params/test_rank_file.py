@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from meshwright.engine.params import rank_file
-from meshwright.engine.params.rank_file import RankFile, load_pages, page_aligned
+from meshwright.engine.params.rank_file import RankFile, load_pages
+from meshwright.engine.runtime.host_memory import page_aligned
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES as BLOCK
 from meshwright.plan.job.errors import PlanError
 

@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.params.offloaded_states import RestingTensor
-from meshwright.engine.params.rank_file import RankFile, load_pages, page_aligned
+from meshwright.engine.params.rank_file import RankFile, load_pages
 from meshwright.engine.runtime.cpu_allocator import trim_heap
-from meshwright.engine.runtime.host_memory import CopyWork
+from meshwright.engine.runtime.host_memory import CopyWork, page_aligned
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
@@ -140,6 +140,7 @@ class DiskStates:
             mapped = self._like.new_empty(self.nbytes, dtype=torch.uint8, device="cpu")
         else:
             self._file = RankFile(plan.sharding.tiers.disk_folder, self.nbytes)
+            state.files.append(self._file)
             mapped = self._file.tensor
         self._records = {each.action.subject: each for each in _records(reads, mapped)}
         # the weights of each group, by any of its parameters
@@ -291,11 +292,6 @@ class DiskStates:
         """The bytes of the buffers on the host."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def close(self) -> None:
-        """Waits for what is under way and removes the file."""
-        if self._file is not None:
-            self._file.close()
-
     def _begin_step(self) -> None:
         for record in self._records.values():
             if record.buffer is not None:  # the last step failed
@@ -383,10 +379,9 @@ class DiskStates:
         file can be read into: memory that is pinned begins at a page.
         """
         if allocation.name not in self._buffers:
-            empty = self._state.host_memory.empty((allocation.nbytes,), torch.uint8, self._like)
-            if self._file is not None and empty.data_ptr() % FILE_BLOCK_NBYTES:
-                empty = page_aligned(allocation.nbytes)
-            self._buffers[allocation.name] = empty
+            self._buffers[allocation.name] = self._state.host_memory.file_buffer(
+                allocation.nbytes, self._like
+            )
         return self._buffers[allocation.name]
 
 

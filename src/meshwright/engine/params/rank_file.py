@@ -81,11 +81,11 @@ class RankFile:
     PlanError if the file cannot be made.
     """
 
-    def __init__(self, folder: str, nbytes: int) -> None:
+    def __init__(self, folder: str, nbytes: int, location: str = LOCATION) -> None:
         if sys.platform != "linux":
             text = f"tensors cannot rest on disk on {sys.platform}"
-            raise PlanError(text, fix="train on Linux, or remove disk_offload", location=LOCATION)
-        self._folder = folder
+            raise PlanError(text, fix="train on Linux, or name no folder", location=location)
+        self._folder, self._nbytes, self._location = folder, nbytes, location
         text = f"a file of {format_nbytes(nbytes)} cannot be made"
         try:
             file = TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  close() closes it
@@ -120,9 +120,27 @@ class RankFile:
 
         return FileWork(self._thread.submit(read))
 
-    def start_write(self, begin: int, source: torch.Tensor, action: str) -> Work:
-        """Starts to write `source`, likewise."""
-        return FileWork(self._thread.submit(self._transfer, begin, source, action, writes=True))
+    def start_write(
+        self, begin: int, source: torch.Tensor, action: str, after: Callable[[], None] | None = None
+    ) -> Work:
+        """Starts to write `source`, likewise; `after` returns when all of it is there."""
+
+        def write() -> None:
+            if after is not None:
+                after()
+            self._transfer(begin, source, action, writes=True)
+
+        return FileWork(self._thread.submit(write))
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the file at least `nbytes` long, whole blocks; what is new is not in `tensor`."""
+        if nbytes <= self._nbytes:
+            return
+        try:
+            os.posix_fallocate(self._descriptor, self._nbytes, nbytes - self._nbytes)
+        except OSError as error:
+            self._raise(f"a file of {format_nbytes(nbytes)} cannot be made", error)
+        self._nbytes = nbytes
 
     def drop_cache(self) -> None:
         """Writes mapped pages back and removes them from memory; nothing may be under way."""
@@ -156,7 +174,7 @@ class RankFile:
             self._raise(f"{action} failed at byte {begin + done} of the file", error)
 
     def _raise(self, text: str, error: OSError) -> NoReturn:
-        raise _folder_error(text, self._folder, error) from error
+        raise _folder_error(text, self._folder, error, self._location) from error
 
 
 def free_disk_nbytes(folder: str) -> int:
@@ -167,16 +185,11 @@ def free_disk_nbytes(folder: str) -> int:
         raise _folder_error("no file can be made", folder, error) from error
 
 
-def _folder_error(text: str, folder: str, error: OSError) -> PlanError:
+def _folder_error(text: str, folder: str, error: OSError, location: str = LOCATION) -> PlanError:
     code = error.errno or 0
     name = errno.errorcode.get(code, str(code))
     text = f"{text} in '{folder}': {error.strerror} ({name})"
-    return PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=LOCATION)
-
-
-def page_aligned(nbytes: int) -> torch.Tensor:
-    """Returns `nbytes` of memory that begins at a page, as direct reads and writes need it; zeros."""
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    return PlanError(text, fix=FIXES.get(code, OTHER_FIX), location=location)
 
 
 def load_pages(tensor: torch.Tensor, *, writes: bool = False) -> None:

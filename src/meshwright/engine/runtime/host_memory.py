@@ -7,14 +7,17 @@ complete when its call returns.
 """
 
 import logging
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.device.device_streams import current_stream, record_event
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.step.program import Action
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,14 @@ class HostMemory:
                 logger.warning("host memory cannot be pinned, so copies block the host: %s", error)
         return like.new_empty(tuple(shape), dtype=dtype, device="cpu")
 
+    def file_buffer(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns bytes in host memory that a file can be read into directly: they begin at a page, as pinned
+        memory does.
+        """
+        found = self.empty((nbytes,), torch.uint8, like)
+        is_usable = isinstance(found, FakeTensor) or not found.data_ptr() % FILE_BLOCK_NBYTES
+        return found if is_usable else page_aligned(nbytes)
+
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the host in memory that is fast to copy: itself, if nothing is pinned."""
         return self.empty(tensor.shape, tensor.dtype, tensor).copy_(tensor) if self._pins else tensor
@@ -97,6 +108,11 @@ class HostMemory:
                         tensor.record_stream(stream)
         host_waits = (read_on_host and action.stream == "copy_out") or overwrites_sources
         return CopyWork(stream, self._device, host_waits=host_waits)
+
+
+def page_aligned(nbytes: int) -> torch.Tensor:
+    """Returns `nbytes` of memory that begins at a page, as direct reads and writes need it; zeros."""
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:

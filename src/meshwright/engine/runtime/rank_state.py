@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.params.disk_states import DiskStates
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.params.offloaded_states import OffloadedStates
+    from meshwright.engine.params.rank_file import RankFile
     from meshwright.engine.step.strategy_tensors import StrategyTensors
 
 
@@ -265,6 +266,7 @@ class RankState:
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
     disk: "DiskStates | None" = field(init=False)
+    files: "list[RankFile]" = field(default_factory=list)  # of what rests on disk; the executor closes them
     flat_params: "FlatParamStore" = field(init=False)
     optimizers: "Optimizers" = field(init=False)
     offloaded: "OffloadedStates" = field(init=False)

@@ -378,7 +378,7 @@ class StepExecutor:
         return memory_by_category(self.state, tier)
 
     def close(self) -> None:
-        """Restores the module's own forwards, frees what a step that failed has left, and removes the file of
+        """Restores the module's own forwards, frees what a step that failed has left, and removes files of
         what rests on disk.
         """
         self.state.offloaded.delayed_steps.close()
@@ -386,8 +386,8 @@ class StepExecutor:
         self.state.driver.detach()
         self.state.sequence_runner.restore_model()
         self.state.patches.restore_forwards()
-        if self.state.disk is not None:
-            self.state.disk.close()
+        for file in self.state.files:
+            file.close()
 
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.

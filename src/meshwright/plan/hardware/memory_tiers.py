@@ -9,8 +9,10 @@ by an action on `copy_in` or `copy_out`, or on `disk`. Bytes are added up for ea
 are one machine's memory, a CPU, the tiers are still separate memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from meshwright.plan.job.errors import PlanError
 
 MemoryTier = Literal["device", "host", "disk"]
 MEMORY_TIERS: tuple[MemoryTier, ...] = ("device", "host", "disk")
@@ -36,6 +38,16 @@ class MemoryTiers:
     delay: int = 0
     disk_folder: str = ""
     activations: MemoryTier = "device"
+
+    def in_folder(self, folder: str, location: str) -> "MemoryTiers":
+        """Returns these tiers with the files of ranks in `folder`, a key of the config at `location`.
+
+        Raises PlanError if other files are in another folder.
+        """
+        if self.disk_folder not in ("", folder):
+            text = f"folder = '{folder}', and another strategy has its files in '{self.disk_folder}'"
+            raise PlanError(text, fix=f"write folder = '{self.disk_folder}' in both", location=location)
+        return replace(self, disk_folder=folder)
 
     def host_steps_copy(self, *, is_stored_sharded: bool) -> bool:
         """Returns whether the host steps a master and copies it to where the weights rest, not the weights

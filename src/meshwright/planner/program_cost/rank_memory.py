@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, ACTIVATION_PARTS
+from meshwright.plan.step.memory.activation_files import ACTIVATION_FILE_KINDS
+from meshwright.plan.step.memory.memory_names import is_activation_buffer
 from meshwright.plan.step.memory.model_states import (
     GroupStates,
     cast_nbytes,
@@ -33,7 +35,7 @@ from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import ACTIVATION_KINDS
 from meshwright.plan.strategy_state import local_state_nbytes
 
-TRANSIENT_KINDS = (*ACTIVATION_KINDS, *ACTIVATION_COPIES, *ACTIVATION_PARTS)
+TRANSIENT_KINDS = (*ACTIVATION_KINDS, *ACTIVATION_COPIES, *ACTIVATION_PARTS, *ACTIVATION_FILE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def peak_nbytes_by_category(
         for action in rank_plan.actions
         if _is_transient(action)
         for allocation in action.allocations
-        if allocation.tier == tier
+        if allocation.tier == tier and not is_activation_buffer(allocation.name)
     }
     persistent = {
         allocation.name: allocation.max_nbytes if at_most else allocation.nbytes

@@ -68,6 +68,8 @@ KIND_TEXTS = {
     "CONCAT_GRAD": "concatenate received gradient chunks",
     "ACCUMULATE": "add gradients to the sum so far",
     "OFFLOAD_ACTIVATIONS": "copy activations to host memory",
+    "WRITE_ACTIVATIONS": "write activations into the file",
+    "READ_ACTIVATIONS": "read activations from the file into host memory",
     "FETCH_ACTIVATIONS": "copy activations back to the device",
     "PARTITION_ACTIVATIONS": "keep a part of an input",
     "GATHER_ACTIVATIONS": "gather an input from its parts",

@@ -57,7 +57,8 @@ def check_disk_space(plan: Plan, ranks: Sequence[int], free: int) -> None:
         text += f"{format_nbytes(free)} are free"
         fix = f"free {format_nbytes(needed - free)} more, name a folder on a larger disk, or shard over more "
         fix += "hosts (zero)"
-        raise PlanError(text, fix=fix, location="strategies.disk_offload.folder")
+        strategy = "disk_offload" if plan.sharding.tiers.optimizer_states == "disk" else "activation_offload"
+        raise PlanError(text, fix=fix, location=f"strategies.{strategy}.folder")
 
 
 def check_host_memory(

@@ -10,6 +10,7 @@ from meshwright.api import make_plan
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue
@@ -183,6 +184,17 @@ def test_copies_that_come_too_early_too_late_or_never_are_found(
     [
         ({"host_gb": 0}, None, "host_gb = 0; needed is a number above 0"),
         ({"host_gb": 1e-6}, None, r"activations of a rank need 3.75 KiB of host memory(?s:.*)set host_gb = "),
+        ({"disk_gb": 1}, None, "disk_gb = 1 bounds a file, and no folder is named for it"),
+        (
+            {"disk_gb": 1e-6, "folder": "f"},
+            None,
+            r"need 16 KiB of the disk, and disk_gb = 1e-06(?s:.*)set disk_gb = ",
+        ),
+        (
+            {"host_gb": 1e-6, "folder": "f"},
+            None,
+            r"need 16 KiB of host memory, and host_gb = 1e-06(?s:.*)set host_gb = ",
+        ),
         ({"prefetch": -1}, None, "prefetch = -1"),
         ({"prefetch": LAYERS}, None, r"nothing leaves the device(?s:.*)set prefetch = 0"),
         ({"blocks": ("layers.*",)}, None, r"'layers\.\*' matches no block of paper"),
@@ -208,6 +220,12 @@ def test_inputs_that_are_not_known_or_written_are_refused(change: dict[str, obje
     with pytest.raises(PlanError, match=text):
         planned(CHECKPOINTED, ActivationOffload(), model=replace(chain(), **change))
     planned(ActivationOffload(), model=replace(chain(), **change))  # what is saved inside is known
+
+
+def test_two_folders_are_refused():
+    with pytest.raises(PlanError, match=r"'b'(?s:.*)has its files in 'a'(?s:.*)write folder = 'a' in both"):
+        planned(DiskOffload("a"), ActivationOffload(folder="b"))
+    planned(DiskOffload("a"), ActivationOffload(folder="a"))
 
 
 def test_saved_activations_that_gist_encodes_are_refused_and_others_not():

@@ -31,6 +31,8 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES
+from meshwright.plan.step.memory.activation_files import ACTIVATION_FILE_KINDS
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -86,7 +88,7 @@ def planned_copies(plan: Plan, rank: int) -> dict[str, int]:
     return {
         action.name: action.transfer.nbytes
         for action in plan.for_rank(rank).actions
-        if action.kind in ("OFFLOAD_ACTIVATIONS", "FETCH_ACTIVATIONS") and action.transfer
+        if action.kind in (*ACTIVATION_COPIES, *ACTIVATION_FILE_KINDS) and action.transfer
     }
 
 

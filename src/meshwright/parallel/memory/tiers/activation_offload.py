@@ -1,4 +1,4 @@
-"""Activation offload: what blocks keep for their backward rests in host memory between forward and backward.
+"""Activation offload: what blocks keep for their backward rests on the host, or on disk, between the two.
 
 Why it works: what a block keeps is read twice, by its forward and by its backward, and the rest of the model
 runs in between. So it can leave the device behind the forward and come back ahead of the backward, on a
@@ -19,11 +19,18 @@ what checkpointing leaves on the device, and they grow with the number of layers
     OFFLOAD_ACTIVATIONS    copies what the block call keeps to the host, and frees it on the device
     FETCH_ACTIVATIONS      copies it back, `prefetch` backwards before its own
 
-    bytes per microbatch: what leaves, once out and once in
+    with a `folder` it goes on to a file of the rank there, through buffers of the host
+    (plan/step/memory/activation_files.py)
+    WRITE_ACTIVATIONS      writes the buffer behind the copy
+    READ_ACTIVATIONS       reads it again, a backward ahead of FETCH_ACTIVATIONS
+
+    bytes per microbatch: what leaves, once out and once in; with a folder as much written and read, in whole
+                          blocks of 4096 for each block call
     device memory         the kept activations of prefetch + 1 block calls, in place of all; and of those that
                           stay: the last prefetch + 1, whose backward follows at once, unless `blocks` names
                           them. Pipelines: of all microbatches in flight, those leave
-    host memory           what has left: the sum over block calls and microbatches in flight
+    host memory           what has left: the sum over block calls and microbatches in flight; with a folder
+                          that is on disk, and the host holds 4 x the most that one block call keeps
 
 Left on the device: parameters and buffers, what the block takes and returns where the saved activations leave
 (the next block, or the one before, holds it too), and the inputs of a checkpointed block call that are no
@@ -31,15 +38,18 @@ output of another checkpointed one (embedded tokens of an embedding that is not 
 several use, that glue computes with, or that another pipeline stage has sent. `host_gb` bounds the host
 memory of each rank: a plan that needs more is refused before anything starts.
 
-Cost: no bytes sent to other ranks. Time: none, if a block computes longer than its copies take; some
-microseconds per saved tensor. The bytes of inputs are exact; those inside of blocks are as measured in a
-trial (`activation_checkpointing`), and those of experts as expected.
+Cost: no bytes sent to other ranks. Time: none, if a block computes longer than its copies take, and the disk
+moves as much meanwhile; some microseconds per saved tensor. The bytes of inputs are exact; those inside of
+blocks are as measured in a trial (`activation_checkpointing`), and those of experts as expected.
+The file is made in full at the start, without a name: the system removes it with the process. A step that
+keeps more than the plan expects (experts, longer sequences) makes it longer, or ends with the error of a
+full disk. `disk_offload` may use the same folder.
 Limits: refused are block calls whose saved activations `gist` encodes, and inputs of checkpointed blocks in
 models that write in place into what blocks return. Tensors that a user's autograd function keeps by itself,
 not by save_for_backward, stay. A write in place into a saved tensor is an error, as it is without.
 Paper: Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
 Design", MICRO, arXiv 1602.08124 (section III); Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv 2104.07857
-(section 5.2: checkpoints of activations on the CPU).
+(section 5.2: checkpoints of activations on the CPU, and on NVMe).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +59,7 @@ from typing import ClassVar
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.parallel.memory.tiers.kept_tensor_copies import KeptTensorCopies
+from meshwright.parallel.memory.tiers.kept_tensor_file import KeptTensorFile
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least
 from meshwright.plan.job.job import Job
@@ -62,6 +73,11 @@ from meshwright.plan.step.memory.activation_copies import (
     activation_host_nbytes,
     num_calls_between,
     with_activation_copies,
+)
+from meshwright.plan.step.memory.activation_files import (
+    activation_buffer_nbytes,
+    activation_disk_nbytes,
+    through_file,
 )
 from meshwright.plan.step.memory.kept_inputs import (
     KeptInput,
@@ -80,6 +96,8 @@ from meshwright.plan.step.single_device_program import (
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 LOCATION = "strategies.activation_offload"
+FOLDER_FIX = 'name a folder on a fast disk of each host, which exists there: folder = "/nvme/scratch"'
+DISK_GB_FIX = "write the GB of the disk that the activations of each rank may use, or remove disk_gb"
 HOST_GB_FIX = "write the GB of host memory that the activations of each rank may use, or remove host_gb"
 Key = tuple[str, int | None]  # block call and microbatch
 
@@ -90,7 +108,8 @@ class ActivationOffload(Strategy):
     without `blocks`, of all but those whose backward follows at once.
 
     They come back `prefetch` backwards before their own. Each rank may use `host_gb` GB (2^30 bytes) of host
-    memory for them; None: no bound.
+    memory for them; None: no bound. With a `folder` they go on to a file of each rank there, of at most
+    `disk_gb` GB, and only buffers stay in host memory.
     """
 
     name: ClassVar[str] = "activation_offload"
@@ -99,6 +118,8 @@ class ActivationOffload(Strategy):
     blocks: tuple[str, ...] = ()
     prefetch: int = field(default=1, metadata=at_least(0))
     host_gb: float | None = field(default=None, metadata=above(0, fix=HOST_GB_FIX))
+    folder: str = ""
+    disk_gb: float | None = field(default=None, metadata=above(0, fix=DISK_GB_FIX))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         block_calls = sharding.model_spec.block_calls
@@ -107,9 +128,15 @@ class ActivationOffload(Strategy):
             text = f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at "
             text += "once: nothing can leave in between"
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{LOCATION}.blocks")
+        if self.disk_gb is not None and not self.folder:
+            text, fix = f"disk_gb = {self.disk_gb:g} bounds a file, and no folder is named for it", FOLDER_FIX
+            yield Diagnostic(text, fix, f"{LOCATION}.disk_gb")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        return replace(sharding, tiers=replace(sharding.tiers, activations="host"))
+        tiers = replace(sharding.tiers, activations="disk" if self.folder else "host")
+        if self.folder:
+            tiers = tiers.in_folder(self.folder, f"{LOCATION}.folder")
+        return replace(sharding, tiers=tiers)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         edited = program.edit(lambda actions: self._offload(actions, view, job))
@@ -118,20 +145,24 @@ class ActivationOffload(Strategy):
             text += f"{self.prefetch + 1} others, or what it keeps has to stay"
             fix = "set prefetch = 0, name other `blocks`, or remove activation_offload"
             raise PlanError(text, fix=fix, location=LOCATION)
-        self._check_host_memory(edited)
+        edited = edited.edit(through_file) if self.folder else edited
+        actions = [role.actions for role in edited.roles]
+        on_host = activation_buffer_nbytes if self.folder else activation_host_nbytes
+        self._refuse_above("host_gb", self.host_gb, max(map(on_host, actions)), "host memory")
+        self._refuse_above("disk_gb", self.disk_gb, max(map(activation_disk_nbytes, actions)), "the disk")
         return edited
 
-    def _check_host_memory(self, program: Program) -> None:
-        """Raises PlanError if the rank needs more host memory than it may use."""
-        needed = max(activation_host_nbytes(role.actions) for role in program.roles)
-        if self.host_gb is not None and needed > self.host_gb * 2**30:
-            text = f"the activations of a rank need {format_nbytes(needed)} of host memory, and host_gb = "
-            text += f"{self.host_gb:g} allows less"
-            fix = f"set host_gb = {1.01 * needed / 2**30:.3g} or more, or name fewer `blocks`"
-            raise PlanError(text, fix=fix, location=f"{LOCATION}.host_gb")
+    def _refuse_above(self, key: str, bound_gb: float | None, needed: int, what: str) -> None:
+        """Raises PlanError if the rank needs more of a tier than `key` allows."""
+        if bound_gb is not None and needed > bound_gb * 2**30:
+            text = f"the activations of a rank need {format_nbytes(needed)} of {what}, and {key} = "
+            text += f"{bound_gb:g} allows less"
+            fix = f"set {key} = {1.01 * needed / 2**30:.3g} or more, or name fewer `blocks`"
+            raise PlanError(text, fix=fix, location=f"{LOCATION}.{key}")
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return KeptTensorCopies(runtime.state).handlers
+        state = runtime.state
+        return KeptTensorFile(state).handlers if self.folder else KeptTensorCopies(state).handlers
 
     def _offload(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         refuse_dropped_inputs(actions, self.name)

@@ -129,7 +129,8 @@ class DiskOffload(Strategy):
         yield from other_owner_diagnostics(sharding, self.name, "disk")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        tiers = replace(sharding.tiers, optimizer_states="disk", step="host", disk_folder=self.folder)
+        tiers = sharding.tiers.in_folder(self.folder, "strategies.disk_offload.folder")
+        tiers = replace(tiers, optimizer_states="disk", step="host")
         tiers = replace(tiers, weights="disk") if "weights" in self.what else tiers
         return replace(sharding, tiers=tiers)
 

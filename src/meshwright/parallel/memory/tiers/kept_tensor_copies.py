@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshwright.engine.runtime.host_memory import without_memory
 from meshwright.model.tensors.pytree import storage_id, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
@@ -60,6 +61,10 @@ class SavedStorage:
         self._written |= self._written_views()
         self._versions.clear()  # they hold the memory that is left
         self.flat, self.is_on_host = flat, to_host
+
+    def leave(self) -> None:
+        """Gives up its memory, until it moves to other."""
+        self.move(self.flat.new_empty(0), to_host=True)
 
     def is_written(self, view: int) -> bool:
         """Returns whether the view with this number was written in place after it was saved."""
@@ -175,6 +180,7 @@ class InputLeaf:
 
     leaf: weakref.ref[torch.Tensor]
     is_on_host: bool = False
+    stride: tuple[int, ...] | None = None  # while it has no memory
 
     @property
     def flat(self) -> torch.Tensor:
@@ -184,8 +190,14 @@ class InputLeaf:
     def move(self, flat: torch.Tensor, *, to_host: bool) -> None:
         """Goes on in the memory of `flat`, which gets the same numbers."""
         leaf = self._leaf
-        leaf.data = flat.as_strided(leaf.shape, leaf.stride(), 0)  # the version stays
-        self.is_on_host = to_host
+        leaf.data = flat.as_strided(leaf.shape, self.stride or leaf.stride(), 0)  # the version stays
+        self.is_on_host, self.stride = to_host, None
+
+    def leave(self) -> None:
+        """Gives up its memory, until it moves to other."""
+        leaf = self._leaf
+        self.is_on_host, self.stride = True, leaf.stride()
+        leaf.data = without_memory(leaf.shape, leaf.dtype, leaf)
 
     @property
     def _leaf(self) -> torch.Tensor:
@@ -301,13 +313,20 @@ class KeptTensorCopies:
         tensors = (*module.parameters(), *module.buffers(), *inputs)
         return frozenset(storage_id(tensor) for tensor in tensors if tensor.layout == torch.strided)
 
+    def kept_tensors(self, action: Action, *, forget: bool = False) -> list[Kept]:
+        """Returns what is still there of what the block call of `action` keeps; with `forget` for the last
+        time.
+        """
+        key = action.subject, action.microbatch
+        found = self._kept.pop(key, None) if forget else self._kept.get(key)
+        return [] if found is None else found.alive()
+
     @torch.no_grad()
     def offload(self, action: Action) -> None:
         """Starts to copy what a block call keeps to the host; its device memory is free behind the copy."""
         pairs, host_memory = [], self._state.host_memory
-        kept = self._kept.get((action.subject, action.microbatch), _KeptByCall())
         with torch._C.DisableTorchFunction():
-            for each in kept.alive():
+            for each in self.kept_tensors(action):
                 source = each.flat
                 target = host_memory.empty(source.shape, source.dtype, source)
                 pairs.append((target, source))
@@ -319,9 +338,8 @@ class KeptTensorCopies:
     def fetch(self, action: Action) -> None:
         """Starts to copy it back to the device."""
         pairs, device = [], self._state.world.device
-        kept = self._kept.pop((action.subject, action.microbatch), _KeptByCall())
         with torch._C.DisableTorchFunction():
-            for each in kept.alive():
+            for each in self.kept_tensors(action, forget=True):
                 source = each.flat
                 target = source.new_empty(source.shape, device=device)
                 pairs.append((target, source))

@@ -4,6 +4,7 @@ Modules:
 
     memory_names         names of the memory that actions allocate and free
     activation_copies    copies of activations to host memory and back
+    activation_files     from there to the file of the rank and back
     kept_inputs          inputs that checkpointed block calls keep, and nothing else holds
     block_call_memory    bytes of activations per block call on one rank
     tier_copies          checks of the copies between memory tiers

@@ -156,9 +156,11 @@ def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     by_name = {action.name: action for action in actions}
 
     def awaited(action: Action) -> set[str]:
-        """The names that it waits for, and those that these wait for."""
-        waited = [by_name[name] for name in action.waits if name in by_name]
-        return {*action.waits, *(name for each in waited for name in each.waits)}
+        """The names that it waits for, those that these wait for, and so on: a copy, a read and a write."""
+        found = set(action.waits)
+        for _ in range(3):
+            found |= {name for each in found if each in by_name for name in by_name[each].waits}
+        return found
 
     def present(action: Action, kinds: Sequence[str]) -> list[Action]:
         names = (replace(action, kind=kind).name for kind in kinds)

@@ -6,6 +6,7 @@ from meshwright.plan.step.program import Action
 SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 _SUM = "summed gradient"
 VALUES_NOT_ZERO = "values not zero"  # of results of ReLU that `gist` encodes
+_ACTIVATION_BUFFER = "host activation buffer"
 EXPERTS_SCRATCH = "experts scratch"  # that part of it which the choice of experts decides
 
 
@@ -77,6 +78,21 @@ def kept_input_name(value: str, microbatch: int | None) -> str:
 def on_host_name(name: str) -> str:
     """Returns the name in host memory of what is called `name` on the device."""
     return f"host {name}"
+
+
+def on_disk_name(block_call: str, microbatch: int | None) -> str:
+    """Returns the name in the file of what a block call keeps."""
+    return f"activations on disk({block_call}, {microbatch})"
+
+
+def activation_buffer_name(direction: str, number: int) -> str:
+    """Returns the name of a buffer of the host through which activations go "out" to the file, or "in"."""
+    return f"{_ACTIVATION_BUFFER} {direction} {number}"
+
+
+def is_activation_buffer(name: str) -> bool:
+    """Returns whether `name` is that of such a buffer, which lasts from step to step."""
+    return name.startswith(_ACTIVATION_BUFFER)
 
 
 def kept_part_name(value: str, microbatch: int | None) -> str:

@@ -1,0 +1,157 @@
+"""Activations that rest on disk: what has left the device goes on from the host to the file of the rank.
+
+    prefetch = 0; the blocks 0 to 2 leave, and each direction has two buffers in turn
+    compute    F0  F1       F2       F3 LOSS  B3                      B2                 B1                B0
+    copy_out       OFF0     OFF1     OFF2
+    disk               WR0      WR1      WR2      READ2  READ1              READ0
+    copy_in                                                   FETCH2            FETCH1           FETCH0
+
+    OFFLOAD_ACTIVATIONS    copies what a block call keeps into a buffer of the host, off the device
+    WRITE_ACTIVATIONS      writes the buffer to the file, which frees the buffer
+    READ_ACTIVATIONS       reads it into a buffer again, one copy back ahead of its own
+    FETCH_ACTIVATIONS      copies the buffer to the device
+
+A buffer holds the most that one block call keeps; there are two for each direction, so that the disk moves
+one while the other is copied. A buffer is filled again when it was written, or copied to the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
+from meshwright.plan.hardware.streams import COPY
+from meshwright.plan.sharding.flat_param import round_up
+from meshwright.plan.step.memory.activation_copies import FETCH, OFFLOAD
+from meshwright.plan.step.memory.memory_names import (
+    activation_buffer_name,
+    is_activation_buffer,
+    on_disk_name,
+)
+from meshwright.plan.step.program import Action, Allocation, Transfer, transitive_waits, with_waits
+from meshwright.plan.step.single_device_program import INPUT_GRAD_KINDS
+
+WRITE, READ = ACTIVATION_FILE_KINDS = ("WRITE_ACTIVATIONS", "READ_ACTIVATIONS")
+NUM_BUFFERS = 2  # of each direction
+
+
+def through_file(actions: Sequence[Action]) -> list[Action]:
+    """Returns `actions`, in which activations are copied to the host and back, with the way to the file and
+    back in between.
+    """
+    moved = {action.name: action for action in actions if action.kind == OFFLOAD}
+    if not moved:
+        return list(actions)
+    largest = max(_whole_blocks(each) for each in moved.values())
+    written = _with_writes(actions, largest)
+    return _with_reads(written, largest)
+
+
+def _with_writes(actions: Sequence[Action], largest: int) -> list[Action]:
+    """Returns `actions` with a write behind each copy to the host, which fills the buffers in turn."""
+    writes, found = list[Action](), list[Action]()
+    for action in actions:
+        if action.kind != OFFLOAD:
+            found.append(action)
+            continue
+        number = len(writes)
+        buffer = Allocation(activation_buffer_name("out", number % NUM_BUFFERS), largest, tier="host")
+        before = [writes[number - NUM_BUFFERS].name] if number >= NUM_BUFFERS else []
+        writes.append(_write(action, buffer))
+        found += [replace(with_waits(action, before), allocations=(buffer,)), writes[-1]]
+    return found
+
+
+def _with_reads(actions: Sequence[Action], largest: int) -> list[Action]:
+    """Returns `actions` with a read ahead of each copy to the device: ahead of the backward before, and of
+    what that waits for; but behind its write, and behind the copy out of its buffer.
+    """
+    places = {action.name: at for at, action in enumerate(actions)}
+    fetches = [action for action in actions if action.kind == FETCH]
+    before: dict[int, list[Action]] = {}
+    moved: dict[str, Action] = {}
+    for number, fetch in enumerate(fetches):
+        write = replace(fetch, kind=WRITE)
+        buffer = Allocation(activation_buffer_name("in", number % NUM_BUFFERS), largest, tier="host")
+        others = [fetches[number - NUM_BUFFERS].name] if number >= NUM_BUFFERS else []  # it had the buffer
+        place = max([_last_backward(actions, places[fetch.name]), *(places[each] + 1 for each in others)])
+        read = replace(
+            _write(fetch, buffer),
+            kind=READ,
+            waits=(write.name, *others),
+            allocations=(buffer,),
+            frees=(on_disk_name(fetch.subject, fetch.microbatch),),
+        )
+        before.setdefault(max(place, places[write.name] + 1), []).append(read)
+        moved[fetch.name] = replace(fetch, waits=(read.name,), frees=(buffer.name,))
+    found = list[Action]()
+    for at, action in enumerate(actions):
+        found += before.get(at, ())
+        found.append(moved.get(action.name, action))
+    return found
+
+
+def _last_backward(actions: Sequence[Action], fetch: int) -> int:
+    """Returns the index of the last backward before the action at `fetch`, of what is copied back and run
+    again for it; `fetch` if there is none.
+    """
+    found = next((at for at in reversed(range(fetch)) if actions[at].kind in INPUT_GRAD_KINDS), fetch)
+    while found and actions[found - 1].kind in (FETCH, "RECOMPUTE"):
+        found -= 1
+    return found
+
+
+def _write(copy: Action, buffer: Allocation) -> Action:
+    """Returns the write of what `copy` has put into `buffer`."""
+    nbytes = _whole_blocks(copy)
+    return Action(
+        WRITE,
+        copy.subject,
+        copy.microbatch,
+        stream="disk",
+        waits=(copy.name,),
+        tensors=copy.tensors,
+        transfer=Transfer(COPY, (), nbytes, dtype="uint8"),
+        allocations=(Allocation(on_disk_name(copy.subject, copy.microbatch), nbytes, tier="disk"),),
+        frees=(buffer.name,),
+    )
+
+
+def _whole_blocks(copy: Action) -> int:
+    """Returns the expected bytes that `copy` moves, as whole blocks of a file."""
+    return round_up(copy.transfer.nbytes if copy.transfer else 0, FILE_BLOCK_NBYTES)
+
+
+def activation_buffer_nbytes(actions: Sequence[Action]) -> int:
+    """Returns the bytes of all buffers of the host through which activations go to the file and back."""
+    allocations = (each for action in actions for each in action.allocations)
+    return sum({each.name: each.nbytes for each in allocations if is_activation_buffer(each.name)}.values())
+
+
+def activation_disk_nbytes(actions: Sequence[Action]) -> int:
+    """Returns the peak of the expected bytes of activations in the file."""
+    live, peak = dict[str, int](), 0
+    for action in (action for action in actions if action.kind in ACTIVATION_FILE_KINDS):
+        live |= {each.name: each.nbytes for each in action.allocations if each.tier == "disk"}
+        peak = max(peak, sum(live.values()))
+        for name in action.frees:
+            live.pop(name, None)
+    return peak
+
+
+def activation_file_conflicts(actions: Sequence[Action]) -> Iterator[str]:
+    """Yields reads and writes of activations that come too early or not at all, and buffers that are filled
+    again before they are empty.
+    """
+    if not any(action.kind in ACTIVATION_FILE_KINDS for action in actions):
+        return
+    before = {WRITE: OFFLOAD, READ: WRITE, FETCH: READ}
+    moves = [action for action in actions if action.kind in (OFFLOAD, *before)]
+    names, freed_by = {action.name for action in moves}, dict[str, str]()
+    for action in moves:
+        needed = [replace(action, kind=before[action.kind]).name] if action.kind in before else []
+        if action.kind == WRITE and replace(action, kind=READ).name not in names:
+            yield f"{action.name} leaves activations in the file, and no {READ} reads them"
+        needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
+        awaited = transitive_waits(moves, action) if needed else set[str]()
+        yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
+        freed_by |= dict.fromkeys(action.frees, action.name)
