@@ -22,8 +22,14 @@ from meshwright.commands.search.search import (
     write_config,
 )
 from meshwright.commands.verify import verify
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.strategy_state import local_state_nbytes
+from meshwright.planner.analytic.compression_cost import residual_nbytes
 from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.machine.device_profile import ElementwiseTiming
+from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import TEXT
+from tests.planner.machine.synthetic_device import profile
 
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32},
@@ -83,6 +89,45 @@ def chosen(folder: Path, config: dict[str, Any], search_request: str, batch: int
             num_kept=1,
         )
     )
+
+
+def coded(folder: Path, *words: str, device: str = "device.toml") -> SearchOutcome:
+    """A search over hosts of two devices that share a slow network, whose seconds to code were measured."""
+    write_profile(replace(profile(), codings=(ElementwiseTiming("int8", 1e-9),)), folder / "measured.toml")
+    links = "link_gb_s = 10\nnic_gb_s = 0.01\nper_host = 2\n"
+    (folder / "device.toml").write_text(f'[device]\nmeasured = "measured.toml"\n{links}')
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
+    hardware = str(folder / device) if device.endswith(".toml") else device
+    constraints = ("pp=1", "tp=1", "zero=2", *words)
+    return run_search(SearchOptions(str(folder / "model"), 4, hardware, 12, 24, constraints=constraints))
+
+
+def test_codes_are_proposed_only_if_lossy_is_allowed_and_written_as_compress(tmp_path: Path):
+    for words in ((), ("lossy=false",)):
+        assert not any(row["is_lossy"] for row in outcome_as_dict(coded(tmp_path, *words))["configurations"])
+    found = coded(tmp_path, "lossy=true")
+    best, rows = found.result.best[0].config, outcome_as_dict(found)["configurations"]
+    assert (best.compress, best.zero_group_size) == ("int8", 2)
+    assert [row["is_lossy"] for row in rows] == ["(lossy)" in row["name"] for row in rows]
+    assert rows[0]["bytes"]["residuals"] > 0
+    assert any("int8 codes pay over links slower than" in note for note in found.notes)
+    path, rest = written(found, tmp_path)
+    assert "Lossy: gradients are summed as codes" in path.read_text()
+    plan = resolve_config(path, rest, None)[1].plan
+    states = plan.for_rank(0).states["compress"]
+    owed = sum(local_state_nbytes(each, plan.rank_view(0)) for each in states)
+    numel = sum(each.numel for each in plan.sharding.model_spec.trainable)
+    assert owed == pytest.approx(residual_nbytes(best, numel), rel=0.01)
+
+
+def test_lossy_is_refused_where_coding_was_not_measured_and_on_several_kinds(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"seconds to code are not known on A100(?s:.*)bench device"):
+        coded(tmp_path, "lossy=true", device="a100")
+    with pytest.raises(PlanError, match="lossy = true on several kinds of devices"):
+        coded(tmp_path, "lossy=true", device="a100:2,h100:2")
+    with pytest.raises(PlanError, match=r"lossy is 'maybe'(?s:.*)choose one of: false, true"):
+        coded(tmp_path, "lossy=maybe")
 
 
 def written(found: SearchOutcome, folder: Path) -> tuple[Path, list[str]]:

@@ -9,6 +9,7 @@ from meshwright.planner.machine.machine_rates import MachineRates
 from meshwright.planner.machine.roofline import (
     all_gather_seconds,
     attention_seconds,
+    exchange_seconds,
     matmul_seconds,
     memory_op_seconds,
     send_seconds,
@@ -85,6 +86,15 @@ def test_a_ring_over_hosts_has_the_cards_of_all_its_ranks_on_one():
     assert all_gather_seconds(a100(), 64e9, 64, 1, 64) == pytest.approx(63 / 64 * 64e9 / (8 * 25e9))
     assert all_gather_seconds(a100(), 64e9, 16, 4, 64) == pytest.approx(15 / 16 * 64e9 / (2 * 25e9))
     assert all_gather_seconds(a100(), 64e9, 8, 8, 64) == pytest.approx(7 / 8 * 64e9 / 25e9)
+
+
+def test_in_an_exchange_each_rank_sends_through_its_own_card():
+    assert exchange_seconds(a100(), 8e9, 8, 1, 64) == pytest.approx(7 / 8 * 8e9 / 300e9)
+    assert exchange_seconds(a100(), 8e9, 1, 1, 64) == 0
+    assert exchange_seconds(a100(), 64e9, 64, 1, 64) == pytest.approx(56 / 64 * 64e9 / 25e9)
+    assert exchange_seconds(a100(), 64e9, 16, 4, 64) == pytest.approx(14 / 16 * 64e9 / 25e9)
+    alone = all_gather_seconds(a100(), 64e9, 8, 8, 64)  # one rank per host: a ring sends as many
+    assert exchange_seconds(a100(), 64e9, 8, 8, 64) == pytest.approx(alone)
 
 
 def test_a_message_leaves_the_host_where_the_other_rank_does_not_lie_on_it():

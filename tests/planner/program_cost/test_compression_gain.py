@@ -7,12 +7,9 @@ import pytest
 import meshwright as mw
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.parallel.compression.codecs.sign import SignCompression
+from meshwright.planner.machine.compression_gain import CompressionGain
 from meshwright.planner.program_cost.action_cost import ActionCosts
-from meshwright.planner.program_cost.compression_gain import (
-    CompressionGain,
-    compression_gain,
-    compression_notes,
-)
+from meshwright.planner.program_cost.compression_gain import compression_gain, compression_notes
 from meshwright.planner.program_cost.prediction import predict_step
 from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
 from tests.planner.simple_machine import ground

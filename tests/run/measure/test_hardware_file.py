@@ -1,11 +1,13 @@
 """The argument of --hardware: a kind, a short file, or a measured device; all errors of a file at once."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.plan.job.errors import PlanError
+from meshwright.planner.machine.device_profile import ElementwiseTiming
 from meshwright.planner.machine.machine_rates import load_rates
 from meshwright.run.measure.hardware_file import find_profile, read_machine, with_host_links
 from meshwright.run.measure.profile_files import write_profile
@@ -50,6 +52,16 @@ def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
     assert (found.device.link_rate, found.device.nic_rate) == (200e9, 25e9)
     assert found.rates == load_rates("")
     assert with_host_links(found, "my.toml") == with_host_links(with_host_links(found, "my.toml"), "my.toml")
+
+
+def test_seconds_to_code_are_those_of_the_measured_device(tmp_path: Path):
+    measured = replace(profile(), codings=(ElementwiseTiming("int8", 2e-9), ElementwiseTiming("sign", 1e-9)))
+    write_profile(measured, tmp_path / "device.toml")
+    expected = {"int8": 2e-9, "sign": 1e-9}
+    assert read_machine(str(tmp_path / "device.toml"), 2).codings == expected
+    table = '[device]\nmeasured = "device.toml"\nlink_gb_s = 10\nper_host = 2\n'
+    assert read_machine(written(tmp_path, table), 2).codings == expected
+    assert read_machine(written(tmp_path, OWN), 2).codings == {}
 
 
 def test_rates_of_copies_are_read_where_they_are_known(tmp_path: Path):

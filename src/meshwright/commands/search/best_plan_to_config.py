@@ -72,6 +72,11 @@ def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
         )
     if best.config.offload == "disk":
         yield f"disk_offload has the folder {ASSUMED_DISK_FOLDER}: name one on a fast disk of each host."
+    if best.config.is_lossy:
+        yield (
+            "Lossy: gradients are summed as codes, and what they lose arrives in later steps. "
+            "`meshwright verify CONFIG --curve` compares how it learns with the exact plan."
+        )
     if best.layer_assignment:
         kinds = list(dict.fromkeys(kind for kind, _ in best.layer_assignment))
         yield f"Ranks use devices in their order: start them on the {', then on the '.join(kinds)}."
@@ -132,6 +137,8 @@ def _strategies(best: Candidate, layers: Sequence[str]) -> Iterator[dict[str, An
         yield {"name": "disk_offload", "folder": ASSUMED_DISK_FOLDER}
     elif config.offload != "none":
         yield {"name": "offload", **OFFLOAD_FIELDS[config.offload]}
+    if config.compress:
+        yield {"name": "compress", "mode": config.compress}
 
 
 def expert_axes(config: ParallelConfig) -> list[str]:

@@ -17,7 +17,11 @@
     activation_offload          whose activations rest in host memory between forward and backward: none,
                                 layers
 
-All choices that are not given are searched; offload only where nothing fits without it.
+    lossy                       true: gradients may be summed as codes (int8), so that steps are not those of
+                                one device (planner/analytic/compression_cost.py); false
+
+All choices that are not given are searched; offload only where nothing fits without it, and what is lossy
+never.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +32,7 @@ from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.planner.analytic.parallel_config import (
     DUALPIPE,
     GPIPE,
+    GRADIENT_CODECS,
     OFFLOAD_MODES,
     ZB_H1,
     ZB_V,
@@ -66,6 +71,7 @@ NAME_CHOICES: Mapping[str, Sequence[str]] = {
     "intra_host": ("tp", "dp"),
     "offload": OFFLOAD_MODES,
     "activation_offload": tuple(ACTIVATION_CHOICES),
+    "lossy": ("true", "false"),
 }
 
 
@@ -106,6 +112,7 @@ class SearchConstraints:
             activation_offload=ACTIVATION_CHOICES.get(
                 self.names.get("activation_offload", ""), request.activation_offload
             ),
+            codecs=GRADIENT_CODECS if self.names.get("lossy") == "true" else request.codecs,
             base_config=base_config,
         )
 

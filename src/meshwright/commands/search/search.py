@@ -51,6 +51,7 @@ from meshwright.planner.search.heterogeneous import (
     search_heterogeneous,
     slowest_rates_machine,
 )
+from meshwright.planner.search.lossy_when_allowed import lossy_notes
 from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
 from meshwright.planner.search.model_fit import ModeFit, find_model_fits
 from meshwright.planner.search.offload_when_needed import offload_notes, search_or_offload
@@ -142,6 +143,9 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     )
     if len(kinds) > 1 and (request.offload_modes != ("none",) or any(request.activation_offload)):
         diagnostics.append(Diagnostic("offload on several kinds of devices", "search for one kind", "--set"))
+    if len(kinds) > 1 and len(request.codecs) > 1:
+        text = "lossy = true on several kinds of devices"
+        diagnostics.append(Diagnostic(text, "search for one kind, or leave lossy out", "--set"))
     raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
         limit = _search_model_fits if options.max_fit == "model" else _search_max_fit
@@ -153,6 +157,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     choice = compare_data_parallel(request, found) if len(kinds) == 1 else None
     if choice is not None and choice.candidate is not None and choice.is_first:
         found = put_first(found, choice.candidate, options.num_kept)
+    notes = (*notes, *lossy_notes(request, found))
     comparison = replace(_find_alternatives(request, kinds, found), data_parallel=choice)
     return SearchOutcome(options, request, found, comparison, notes=notes)
 

@@ -1,6 +1,7 @@
 """Bytes of the fullest rank, in closed form: model states, activations, logits, unsharded parameters.
 
     weights, gradients, optimizer_states    per weight, each divided by the ranks that share it
+    residuals                  what codes of gradients have lost (compression_cost.py)
     activations                saved tensors of a layer and a microbatch, times the microbatches in flight
     block_backward | logits    the larger of two peaks: the backward of a block, with its recomputed tensors;
                                the loss, with every copy of one microbatch's logits. Recomputation keeps the
@@ -45,6 +46,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from meshwright.planner.analytic.compression_cost import residual_nbytes, scratch_nbytes
 from meshwright.planner.analytic.expert_time import local_expert_numel, local_rows, max_expert_load
 from meshwright.planner.analytic.memory_coefficients import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
@@ -147,6 +149,7 @@ class MemoryEstimate:
     weights: float
     gradients: float
     optimizer_states: float
+    residuals: float
     activations: float
     block_backward: float
     logits: float
@@ -158,8 +161,8 @@ class MemoryEstimate:
 
     @property
     def model_states(self) -> float:
-        """Bytes that do not depend on the microbatch: weights, gradients, optimizer states."""
-        return self.weights + self.gradients + self.optimizer_states
+        """Bytes that do not depend on the microbatch: weights, gradients, optimizer states, residuals."""
+        return self.weights + self.gradients + self.optimizer_states + self.residuals
 
     @property
     def allocated(self) -> float:
@@ -293,6 +296,7 @@ def _rank_memory(
     activations += num_microbatches * layer.boundary if config.pp > 1 else 0.0
     gathered = framework.fixed_buffers + kept.buffers
     gathered += _gathered_nbytes(shape, config, framework, stage, local_numel + experts, grad_itemsize)
+    gathered += scratch_nbytes(config, _largest_dense_numel(shape, config, stage))
     each = framework.logits_fragmentation + (
         framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
     )
@@ -303,12 +307,14 @@ def _rank_memory(
         else (layer.block_backward, 0.0, 0.0)
     )
     left = (kept.weights, kept.gradients, kept.optimizer_states)
-    allocated = sum(left) + activations + block_backward + logits + gathered
+    residuals = residual_nbytes(config, local_numel)
+    allocated = sum(left) + residuals + activations + block_backward + logits + gathered
     always, tp_context, pp_context = framework.driver_context
     context = always + (tp_context if config.tp > 1 else 0.0) + (pp_context if config.pp > 1 else 0.0)
     fragmentation = (framework.fragmentation - 1) * allocated + freed_blocks
     return MemoryEstimate(
         *left,
+        residuals,
         activations,
         block_backward,
         logits,
@@ -325,9 +331,14 @@ def _largest_group_numel(shape: ModelShape, config: ParallelConfig, stage: Stage
     if config.offload == "none":
         return 0.0
     dense, experts = (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
-    table = shape.embedding_numel if stage.has_embedding or stage.has_head else 0
-    largest = max(shape.layer_dense_numel, table) / config.tp / dense
+    largest = _largest_dense_numel(shape, config, stage) / dense
     return max(largest, local_expert_numel(shape, config) / experts)
+
+
+def _largest_dense_numel(shape: ModelShape, config: ParallelConfig, stage: StageLayers) -> float:
+    """The elements of the larger of a layer without experts and a table, on a tensor rank."""
+    table = shape.embedding_numel if stage.has_embedding or stage.has_head else 0
+    return max(shape.layer_dense_numel, table) / config.tp
 
 
 def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> _LayerMemory:

@@ -17,6 +17,7 @@ section 4.
 from dataclasses import dataclass
 
 from meshwright.planner.analytic.closed_form_memory import saved_layer_nbytes
+from meshwright.planner.analytic.compression_cost import coded_pass_seconds, compressed_sum
 from meshwright.planner.analytic.expert_time import expert_compute, expert_dispatch, local_expert_numel
 from meshwright.planner.analytic.layer_time import (
     PassTime,
@@ -217,13 +218,7 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
         config.dp_stride,
         config.num_ranks,
     )
-    backward_s = gather_s + all_gather_seconds(
-        machine,
-        nbytes / HALF_NBYTES * config.grad_reduce_itemsize,
-        config.zero_shard_size,
-        config.dp_stride,
-        config.num_ranks,
-    )
+    backward_s = gather_s + _reduce_pass_s(config, machine, nbytes / HALF_NBYTES)
     expert_gather_s = _expert_gather_s(config, machine, experts * config.param_gather_itemsize)
     gather_s += expert_gather_s + fetch_s
     backward_s += fetch_s + expert_gather_s
@@ -238,12 +233,6 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
         max(0.0, gather_s - layer.forward) + slowdown * min(layer.forward, gather_s),
         max(0.0, backward_s - layer.backward) + slowdown * min(layer.backward, backward_s),
     )
-
-
-def _local_numel(shape: ModelShape, config: ParallelConfig) -> float:
-    tables = 2 if (config.pp == 1 and not shape.tied) or config.schedule_profile.is_bidirectional else 1
-    layers = config.max_layers_per_rank(shape) * (2 if config.schedule_profile.is_bidirectional else 1)
-    return (layers * shape.layer_dense_numel + tables * shape.embedding_numel) / config.tp
 
 
 def _rank_expert_numel(shape: ModelShape, config: ParallelConfig) -> float:
@@ -269,7 +258,7 @@ def grad_reduce_s(
     Sharded gradients are reduced after every microbatch, others once; with several ZeRO groups the shards
     are also reduced across them. In a bidirectional schedule two ranks have the same stage.
     """
-    local_numel, ranks = _local_numel(shape, config), config.num_ranks
+    local_numel, ranks = config.max_numel_per_rank(shape), config.num_ranks
     pair_s = (
         2
         * all_gather_seconds(
@@ -286,25 +275,19 @@ def grad_reduce_s(
         return pair_s
     overlap = min(1.0, machine.rates.grad_reduce_overlap)
     groups = config.data_parallel_size / config.zero_shard_size
-    shard_nbytes = local_numel * config.grad_reduce_itemsize / config.zero_shard_size
-    group_s = (
-        2
-        * all_gather_seconds(machine, shard_nbytes, groups, config.dp_stride * config.zero_shard_size, ranks)
-        * (1 - overlap)
-        + pair_s
-    )
+    group_s = 2 * _across_groups_s(config, machine, local_numel) * (1 - overlap) + pair_s
     expert_numel = _rank_expert_numel(shape, config)
     if expert_numel:
         expert_nbytes = expert_numel * config.grad_reduce_itemsize / config.expert_shard_size
         stride = config.dp_stride * config.zero_shard_size
         group_s += 2 * all_gather_seconds(machine, expert_nbytes, groups, stride, ranks) * (1 - overlap)
     numel = local_numel if config.zero_stage < 3 else 2 * shape.embedding_numel / config.tp
-    reduce_s = all_gather_seconds(
-        machine, numel * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks
-    )
+    reduce_s = _reduce_pass_s(config, machine, numel)
     gather_s = all_gather_seconds(
         machine, numel * HALF_NBYTES, config.zero_shard_size, config.dp_stride, ranks
     )
+    if config.compress and not config.zero_stage:  # the second half of an all_reduce, not a gather of weights
+        gather_s = reduce_s
     if config.zero_stage == 3:
         return reduce_s + gather_s + group_s
     reduce_s += _expert_gather_s(config, machine, expert_numel * config.grad_reduce_itemsize)
@@ -319,11 +302,29 @@ def grad_reduce_s(
     return exposed_s + max(embedding_share * gather_s, gather_s - overlap * overlapping.forward) + group_s
 
 
+def _reduce_pass_s(config: ParallelConfig, machine: Machine, numel: float) -> float:
+    """Seconds of reducing the gradients of `numel` weights to shards, as codes where these are."""
+    if config.compress and config.num_zero_groups == 1:
+        return coded_pass_seconds(config, machine, compressed_sum(config, numel), numel)
+    nbytes = numel * config.grad_reduce_itemsize
+    return all_gather_seconds(machine, nbytes, config.zero_shard_size, config.dp_stride, config.num_ranks)
+
+
+def _across_groups_s(config: ParallelConfig, machine: Machine, numel: float) -> float:
+    """Seconds of half of the all-reduce of a shard of the gradients of `numel` weights over ZeRO groups."""
+    shards = config.zero_shard_size
+    if config.compress and config.num_zero_groups > 1:
+        return coded_pass_seconds(config, machine, compressed_sum(config, numel), numel / shards)
+    nbytes = numel * config.grad_reduce_itemsize / shards
+    stride = config.dp_stride * shards
+    return all_gather_seconds(machine, nbytes, config.num_zero_groups, stride, config.num_ranks)
+
+
 def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Returns the seconds in which the optimizer reads and writes its tensors."""
     nbytes = 0.0
     for numel, num_shards in (
-        (_local_numel(shape, config), config.zero_shard_size),
+        (config.max_numel_per_rank(shape), config.zero_shard_size),
         (_rank_expert_numel(shape, config), config.expert_shard_size),
     ):
         each = ADAMW_NBYTES_PER_PARAM / num_shards + 4 if config.zero_stage else ADAMW_NBYTES_PER_PARAM
@@ -343,7 +344,7 @@ def update_s(
     shards, expert_shards = (
         (config.zero_shard_size, config.expert_shard_size) if config.zero_stage else (1, 1.0)
     )
-    numel = _local_numel(shape, config) / shards + _rank_expert_numel(shape, config) / expert_shards
+    numel = config.max_numel_per_rank(shape) / shards + _rank_expert_numel(shape, config) / expert_shards
     table = shape.embedding_numel / config.tp / shards
     layer = shape.layer_dense_numel / config.tp / shards
     experts = local_expert_numel(shape, config) / expert_shards

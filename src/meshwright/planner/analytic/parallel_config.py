@@ -21,6 +21,9 @@ RecomputeMode = Literal[
 # model states in host memory or on disk, and who steps them (offload_cost.py)
 OffloadMode = Literal["none", "device_step", "host_step", "gradients", "everything", "disk"]
 OFFLOAD_MODES: tuple[OffloadMode, ...] = get_args(OffloadMode)
+# codecs of gradients that a search may propose; "": exact sums (compression_cost.py)
+GradientCodec = Literal["", "int8"]
+GRADIENT_CODECS: tuple[GradientCodec, ...] = get_args(GradientCodec)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,8 @@ class ParallelConfig:
     `recompute_fraction` of the layers. `overlap_fraction`: the share of tensor and data parallel
     communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
     by one, each when needed. `offload`: what rests in host memory or on disk, and who steps it;
-    `activation_offload`: what blocks keep for their backward rests in host memory meanwhile.
+    `activation_offload`: what blocks keep for their backward rests in host memory meanwhile. `compress`: the
+    codec of gradients that are summed along the outermost data-parallel axis.
 
     `ep` ranks have different experts; they are among the replicas, so that `dp` counts them too (and `cp`, if
     dp has no such divisor), and with sequence parallelism among the tensor ranks as well (parallel folding).
@@ -127,6 +131,17 @@ class ParallelConfig:
     launches: float = 1.0
     offload: OffloadMode = "none"
     activation_offload: bool = False
+    compress: GradientCodec = ""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its steps are not those of one device."""
+        return bool(self.compress)
+
+    @property
+    def num_zero_groups(self) -> float:
+        """The groups of ranks with a set of shards each."""
+        return self.data_parallel_size / self.zero_shard_size
 
     @property
     def uses_host(self) -> bool:
@@ -211,6 +226,13 @@ class ParallelConfig:
             return shape.layers / self.pp
         both = shape.layers + 2
         return both / self.pp if both % self.pp == 0 else shape.layers // self.pp + 1
+
+    def max_numel_per_rank(self, shape: ModelShape) -> float:
+        """Returns the weights of the pp rank that has most, experts not counted."""
+        is_bidirectional = self.schedule_profile.is_bidirectional
+        tables = 2 if (self.pp == 1 and not shape.tied) or is_bidirectional else 1
+        layers = self.max_layers_per_rank(shape) * (2 if is_bidirectional else 1)
+        return (layers * shape.layer_dense_numel + tables * shape.embedding_numel) / self.tp
 
     def diagnostics(self, shape: ModelShape) -> Iterator[Diagnostic]:
         """Yields what keeps it from being a plan for `shape`."""

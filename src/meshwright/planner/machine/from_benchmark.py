@@ -64,6 +64,11 @@ def measured_device(profile: DeviceProfile) -> DeviceSpec:
     )
 
 
+def measured_codings(profile: DeviceProfile) -> dict[str, float]:
+    """Returns the measured seconds of one gradient element, coded, summed and decoded, by codec."""
+    return {each.operation: each.seconds for each in profile.codings}
+
+
 def streaming_rate(profile: DeviceProfile) -> float:
     """Returns the bytes per second of memory operations between matmuls.
 

@@ -3,13 +3,15 @@
     device    the maker's figures (plan/hardware/devices.csv): peaks, memory, links
     rates     the share of them that is reached (machine_rates.py): fitted, or measured by `bench device`,
               `bench network`
+    codings   seconds of one gradient element, coded and decoded, by codec: of `bench device`, or unknown
     hosts     ranks are placed on hosts in order, the innermost axis first: tp, then cp, dp, pp
 
 An unknown device is described by a table in a file (run/config), or here: Machine(DeviceSpec(...), count,
 MachineRates()).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
 from meshwright.plan.job.errors import PlanError, suggest_name
@@ -28,6 +30,7 @@ class Machine:
     num_devices: int
     rates: MachineRates
     host_size_override: int = 0
+    codings: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def devices_per_host(self) -> int:

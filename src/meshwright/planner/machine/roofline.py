@@ -10,7 +10,8 @@ wave of tiles that leaves units idle:
     waves = 1 + wave_tail (ceil(tiles / units) units / exact tiles - 1)
 
 Every kernel takes at least `kernel_start_s`. A gather of S bytes among n ranks sends (n - 1) / n S through
-each; across hosts it is a ring, and the bytes that leave a host share its cards.
+each; across hosts it is a ring, and the bytes that leave a host share its cards. In an exchange (all-to-all)
+each rank sends other bytes to every rank, so all that is for other hosts leaves through its own card.
 
 Paper: S. Williams et al. 2009, Roofline, doi:10.1145/1498765.1498785; rings: R. Thakur et al. 2005,
 doi:10.1177/1094342005051521.
@@ -91,9 +92,31 @@ def all_gather_seconds(
     if num_ranks * stride <= machine.devices_per_host:
         return sent / machine.link_rate + rates.latency_s * log2(num_ranks)
     # ranks of the group on one host: its ring has so many network cards
-    cards = max(1.0, min(num_ranks, machine.devices_per_host // max(1, stride)))
+    cards = ranks_per_host(machine, num_ranks, stride)
     nic = machine.nic_rate(max(1.0, num_devices / machine.devices_per_host)) * cards
     return max(sent / nic, sent / machine.link_rate) + 2 * rates.latency_s * log2(num_ranks)
+
+
+def exchange_seconds(
+    machine: Machine, nbytes: float, num_ranks: float, stride: float, num_devices: float
+) -> float:
+    """Returns the seconds in which each of `num_ranks` ranks sends its part of `nbytes` to every other one.
+
+    `stride` and `num_devices` as for `all_gather_seconds`.
+    """
+    if num_ranks <= 1:
+        return 0.0
+    rates, link_s = machine.rates, (num_ranks - 1) / num_ranks * nbytes / machine.link_rate
+    if num_ranks * stride <= machine.devices_per_host:
+        return link_s + rates.latency_s * log2(num_ranks)
+    nic = machine.nic_rate(max(1.0, num_devices / machine.devices_per_host))
+    nic_s = (num_ranks - ranks_per_host(machine, num_ranks, stride)) / num_ranks * nbytes / nic
+    return max(nic_s, link_s) + 2 * rates.latency_s * log2(num_ranks)
+
+
+def ranks_per_host(machine: Machine, num_ranks: float, stride: float) -> float:
+    """Returns how many of `num_ranks` ranks, `stride` apart, are on one host."""
+    return max(1.0, min(num_ranks, machine.devices_per_host // max(1, stride)))
 
 
 def send_seconds(machine: Machine, nbytes: float, stride: float) -> float:

@@ -8,5 +8,6 @@ data_parallel_first  data parallelism alone before what is hardly faster
 heterogeneous        devices of several kinds
 max_fit              the largest batch, sequence or depth that fits, the fewest devices
 offload_when_needed  model states in host memory, where nothing fits without
+lossy_when_allowed   gradients summed as codes, only where lossy results are allowed
 model_fit            the largest model of a family, for each mode of offload
 """

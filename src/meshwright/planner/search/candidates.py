@@ -7,7 +7,7 @@
     microbatches     every divisor of the samples of a replica
     on each mesh     ZeRO stages 0 to 3, over all replicas or over those of some hosts; recomputation;
                      pipeline schedules; where it is asked for, model states in host memory or on disk, and
-                     activations in host memory
+                     activations in host memory; where it is allowed, gradients summed as codes
 
 The least memory of a mesh is known without enumerating its configurations, and larger microbatches need
 more memory.
@@ -20,6 +20,7 @@ from itertools import product
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.mesh import divisors
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.compression_cost import is_codable
 from meshwright.planner.analytic.offload_cost import LEAST_ZERO_STAGE, is_possible
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.search.request import SearchRequest
@@ -120,9 +121,12 @@ def configs_on_mesh(
                 sized_mesh, zero_stage=zero_stage, zero_group_size=zero_group_size, recompute=recompute
             )
             yield from (
-                (replace(each, schedule_profile=profile, virtual_stages=virtual_stages), schedule)
+                (coded, schedule)
                 for each in with_offload(request, base)
                 for schedule, profile, virtual_stages in allowed_schedules
+                for coded in with_codecs(
+                    request, replace(each, schedule_profile=profile, virtual_stages=virtual_stages)
+                )
             )
 
 
@@ -139,6 +143,15 @@ def with_offload(request: SearchRequest, config: ParallelConfig) -> Iterator[Par
         other = replace(config, offload=mode, activation_offload=activations)
         if is_possible(request.shape, other, mode):
             yield other
+
+
+def with_codecs(request: SearchRequest, config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields `config` with each allowed codec of gradients."""
+    for codec in request.codecs:
+        if codec == config.compress:
+            yield config
+        elif is_codable(request.shape, config):
+            yield replace(config, compress=codec)
 
 
 def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
@@ -184,7 +197,7 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
                 yield stage, size
             continue
         yield stage, 0
-        if stage == 3:
+        if stage == 3 or (stage and len(request.codecs) > 1):  # codes pay between groups of one host each
             groups = [
                 hosts * request.machine.devices_per_host // (sized_mesh.tp * sized_mesh.cp)
                 for hosts in ZERO_GROUP_HOSTS

@@ -31,7 +31,12 @@ from meshwright.planner.analytic.closed_form_step_time import (
 )
 from meshwright.planner.analytic.layer_time import PassTime
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import OffloadMode, ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.parallel_config import (
+    GradientCodec,
+    OffloadMode,
+    ParallelConfig,
+    ScheduleProfile,
+)
 from meshwright.planner.machine.machine import Machine
 
 LARGE_MICRO_BATCH = 2.0**40  # samples
@@ -142,11 +147,12 @@ def tail_bound_s(
     machine: Machine,
     zero_options: Iterable[tuple[int, int]],
     offload_modes: Sequence[OffloadMode] = ("none",),
+    codecs: Sequence[GradientCodec] = ("",),
 ) -> float:
     """Returns a lower bound on the seconds after the last microbatch.
 
-    These are gradient reduction, the optimizer and its copies, with the cheapest of `zero_options` and of
-    `offload_modes`.
+    These are gradient reduction, the optimizer and its copies, with the cheapest of `zero_options`, of
+    `offload_modes` and of `codecs`.
     """
     configs = [
         replace(
@@ -155,9 +161,11 @@ def tail_bound_s(
             zero_group_size=zero_group_size,
             num_microbatches=1,
             offload=offload,
+            compress=codec,
         )
         for zero_stage, zero_group_size in zero_options
         for offload in offload_modes
+        for codec in codecs
     ]
     reduce_s = [
         0.0 if config.overlap_fraction else grad_reduce_s(shape, config, machine, PassTime())

@@ -25,6 +25,7 @@ from meshwright.planner.analytic.closed_form_memory import (
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.offload_cost import rate_key, unknown_rates
 from meshwright.planner.analytic.parallel_config import (
+    GradientCodec,
     OffloadMode,
     ParallelConfig,
     RecomputeMode,
@@ -55,7 +56,8 @@ class SearchRequest:
     longest sequence, for a model with learned positions (0: no limit). `devices_by_kind`: the numbers of
     devices of several kinds; each replica is on one kind. `offload_modes`: what may rest in
     host memory or on disk; `activation_offload`: whether activations rest in host memory, False, True or
-    both. `base_config`: what all configurations have in common (dtype, kernels, rank order).
+    both. `codecs`: those that gradients may be summed with ("": exact sums). `base_config`: what all
+    configurations have in common (dtype, kernels, rank order).
     """
 
     shape: ModelShape
@@ -74,6 +76,7 @@ class SearchRequest:
     devices_by_kind: tuple[int, ...] = ()
     offload_modes: tuple[OffloadMode, ...] = ("none",)
     activation_offload: tuple[bool, ...] = (False,)
+    codecs: tuple[GradientCodec, ...] = ("",)
     base_config: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
@@ -140,6 +143,7 @@ class SearchRequest:
         yield from valid_request._zero_diagnostics()
         yield from valid_request._schedule_diagnostics()
         yield from self._offload_diagnostics()
+        yield from self._codec_diagnostics()
 
     def _offload_diagnostics(self) -> Iterator[Diagnostic]:
         """Yields the rates without which a mode of offload has no price."""
@@ -150,6 +154,14 @@ class SearchRequest:
             text = f"offload over the {resource} of {self.machine.device.name}, whose rate is not known"
             fix = f"write {rate_key(resource)} in a [device] table (docs/howto/choose_a_plan.md)"
             yield Diagnostic(text, fix, "offload")
+
+    def _codec_diagnostics(self) -> Iterator[Diagnostic]:
+        """Yields the codecs that have no price."""
+        lacking = [each for each in self.codecs if each and each not in self.machine.codings]
+        if lacking:
+            text = f"the seconds to code are not known on {self.machine.device.name}: {', '.join(lacking)}"
+            fix = "measure them (`meshwright bench device`) and give its file as hardware, or leave lossy out"
+            yield Diagnostic(text, fix, "lossy")
 
     def _axis_diagnostics(self) -> Iterator[Diagnostic]:
         count = self.machine.num_devices

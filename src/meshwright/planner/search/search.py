@@ -67,7 +67,7 @@ class Candidate:
         return self.step.seconds
 
     @property
-    def sort_key(self) -> tuple[float, ...]:
+    def sort_key(self) -> tuple[float | str, ...]:
         """The key of the ranking: time, then memory, then the simpler configuration."""
         config = self.config
         simplicity = (
@@ -83,6 +83,7 @@ class Candidate:
             config.zero_group_size,
             OFFLOAD_MODES.index(config.offload),
             config.activation_offload,
+            config.compress,
         )
         return float(f"{self.seconds:.10g}"), round(self.memory.total), *simplicity
 
@@ -312,6 +313,11 @@ class HomogeneousEstimator:
         if key not in self._tail_bounds:
             request = self._request
             self._tail_bounds[key] = tail_bound_s(
-                request.shape, mesh, request.machine, zero_options(request, mesh), request.offload_modes
+                request.shape,
+                mesh,
+                request.machine,
+                zero_options(request, mesh),
+                request.offload_modes,
+                request.codecs,
             )
         return self._tail_bounds[key]

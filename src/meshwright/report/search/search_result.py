@@ -45,6 +45,7 @@ MEMORY_CATEGORIES = {
     "weights": ("weights",),
     "gradients": ("gradients",),
     "optimizer_states": ("optimizer_states",),
+    "residuals": ("residuals",),
     "activations": ("activations", "block_backward"),
     "gathered": ("gathered_params",),
     "loss": ("logits",),
@@ -336,6 +337,7 @@ def config_text(candidate: Candidate) -> str:
         {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
     words += [OFFLOAD_TEXTS[config.offload], ACTIVATIONS_TEXT if config.activation_offload else ""]
+    words += [f"gradients as {config.compress} codes (lossy)" if config.compress else ""]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
     words += [
         f"{_count(config.num_microbatches, 'micro-batch', 'es')} x {_count(config.micro_batch, 'sequence')}"
@@ -385,6 +387,7 @@ def result_row(
         "schedule": candidate.schedule,
         "name": config_text(candidate),
         "layer_assignment": list(candidate.layer_assignment),
+        "is_lossy": candidate.config.is_lossy,
         "step_s": candidate.seconds,
         "tokens_per_s": tokens / candidate.seconds,
         "mfu": request.shape.flops(tokens) / (candidate.seconds * peak),
@@ -419,6 +422,8 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_states": "states", "total": "total"}
+    if not any(row["bytes"]["residuals"] for row in rows):
+        del heads["residuals"]
     if any(row["peak_bytes_at_most"] > row["peak_bytes"] for row in rows):
         heads["at_most"] = "at most"
     if any(row["host_bytes"] for row in rows):

@@ -40,7 +40,7 @@ from meshwright.plan.hardware.device_specs import DTYPES, DeviceSpec, find_devic
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.job.file_format import DEVICE_PROFILE
 from meshwright.planner.machine.device_profile import DeviceProfile
-from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
+from meshwright.planner.machine.from_benchmark import measured_codings, measured_device, measured_rates
 from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.machine.machine_rates import RATE_NAMES, load_rates
 from meshwright.run.config.toml_validation import SchemaCheck
@@ -155,7 +155,7 @@ def read_machine(hardware: str, count: int) -> Machine:
     if isinstance(document.get("device"), str):
         profile = parse_measurements(document, DeviceProfile, DEVICE_PROFILE, path)
         device = measured_device(profile)
-        return Machine(device, count, measured_rates(profile, device))
+        return Machine(device, count, measured_rates(profile, device), codings=measured_codings(profile))
     if "device" not in document:
         raise PlanError(
             "this file has no [device] table, nor did `bench device` write it",
@@ -267,7 +267,8 @@ def _build_machine(
         base = measured_device(profile) if profile is not None else _empty_device_spec()
     device = _device(table, base, path)
     rates = load_rates(base.name) if profile is None else measured_rates(profile, device)
-    return Machine(device, count, replace(rates, **file.rates))
+    codings = {} if profile is None else measured_codings(profile)
+    return Machine(device, count, replace(rates, **file.rates), codings=codings)
 
 
 def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
