@@ -36,6 +36,7 @@ _MODULES = {
     "meshwright.parallel.compression.quantized_weights": ("QuantizedWeights",),
     "meshwright.parallel.compression.codecs.sign": ("SignCompression",),
     "meshwright.parallel.compression.codecs.topk": ("TopKCompression",),
+    "meshwright.parallel.compression.codecs.two_level_sums": ("QgZCompression",),
     "meshwright.parallel.context.hybrid": ("HybridContextParallel",),
     "meshwright.parallel.context.ring": ("RingAttention",),
     "meshwright.parallel.context.ulysses": ("Ulysses",),

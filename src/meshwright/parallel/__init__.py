@@ -19,6 +19,7 @@ from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.codecs.sign import SignCompression
 from meshwright.parallel.compression.codecs.topk import TopKCompression
+from meshwright.parallel.compression.codecs.two_level_sums import QgZCompression
 from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -101,6 +102,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         SignCompression,
         PowerSGDCompression,
         TopKCompression,
+        QgZCompression,
         QuantizedWeights,
         ActivationCompression,
         LocalSGD,

@@ -301,6 +301,40 @@ def test_a_partition_that_changes_nothing_or_cannot_be_is_said(
     assert "hpz" not in strategies(result)
 
 
+QGZ = "zero_optimization.zero_quantized_gradients"
+
+
+def test_quantized_gradients_become_codes_in_two_levels(tmp_path: Path):
+    config = zero_plus_plus(zero_quantized_gradients=True, zero_hpz_partition_size=2)
+    result = imported(tmp_path, "ds.json", config, devices=8)
+    assert result.is_complete
+    assert row(result, QGZ).startswith("mapped: compress.ranks_per_host = 2")
+    plan = planned(tmp_path, "ds.json", {**config, "train_batch_size": 32}, devices=8)
+    (codec,) = (each for each in plan.strategies if each.name == "compress")
+    assert (codec.mode, codec.as_dict()["ranks_per_host"]) == ("qgz", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        ({"zero_quantized_gradients": False}, 8, "dropped: this value turns nothing on"),
+        ({"stage": 2}, 8, "dropped: only with ZeRO stage 3"),
+        ({}, 1, "dropped: one rank sums nothing"),
+        ({}, 8, "refused: the ranks of a host are not known"),
+        ({"zero_hpz_partition_size": 8}, 8, "refused: 8 ranks are not several hosts of 8"),
+        ({"zero_hpz_partition_size": 4}, 6, "refused: 6 ranks are not several hosts of 4"),
+        ({"mics_shard_size": 2}, 8, "refused: shards of MiCS are summed within hosts first"),
+    ],
+)
+def test_gradients_that_have_no_two_levels_are_said(
+    tmp_path: Path, options: dict[str, Any], devices: int, message: str
+):
+    config = zero_plus_plus(**({"zero_quantized_gradients": True} | options))
+    result = imported(tmp_path, "ds.json", config, devices=devices)
+    assert row(result, QGZ).startswith(message)
+    assert "compress" not in strategies(result)
+
+
 QWZ = "zero_optimization.zero_quantized_weights"
 
 

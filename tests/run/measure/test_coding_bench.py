@@ -9,7 +9,7 @@ from meshwright.run.measure.coding_bench import NUMEL, coding_operations, coding
 
 def test_every_codec_without_states_of_its_own_is_measured():
     operations = coding_operations(torch.device("cpu"))
-    assert {"cast", "int8", "int4", "sign"} <= operations.keys() <= STRATEGIES["compress"].keys()
+    assert {"cast", "int8", "int4", "sign", "qgz"} <= operations.keys() <= STRATEGIES["compress"].keys()
     assert "powersgd" not in operations
 
 

@@ -136,9 +136,9 @@ def announce_exchange(
             action,
             each.collective,
             group.axes,
-            group.size,
+            each.num_ranks or group.size,
             each.nbytes,
-            sent_nbytes(each.collective, each.nbytes, group.size),
+            sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size),
             dtype=each.dtype,
         )
         for each in messages

@@ -35,9 +35,9 @@ from meshwright.commands.import_config.parallel_layout import (
     write_layout,
 )
 
-QUANTIZED = (
-    "codes of gradients in two steps, within hosts and between them, are not there",
-    "the strategy compress sums gradients as codes along one axis",
+LOCO = (
+    "LoCo's moving average of what codes lose is not there",
+    "zero_quantized_gradients without it: what codes lose is added to the next gradient as it is",
 )
 EVERY_BLOCK = "of every block; DeepSpeed checkpoints where the model's code calls deepspeed.checkpointing"
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
@@ -58,6 +58,7 @@ OFFLOADS = tuple(
 )
 
 HPZ, QWZ = f"{ZERO}zero_hpz_partition_size", f"{ZERO}zero_quantized_weights"
+QGZ = f"{ZERO}zero_quantized_gradients"
 
 RULES: dict[str, Rule] = {
     "train_batch_size": mapped("train.batch"),
@@ -89,6 +90,7 @@ RULES: dict[str, Rule] = {
     f"{ZERO}mics_shard_size": mapped("mesh.dp_shard", "zero.replicate_axis"),
     HPZ: mapped("hpz.partition_size"),
     QWZ: mapped("strategies", reason="quantized_weights: int8 with a scale for each 256 elements"),
+    QGZ: mapped("compress.ranks_per_host", reason="mode qgz: int4 within hosts, int8 between, residuals"),
     "tensor_parallel.autotp_size": mapped("mesh.tp"),
     "sequence_parallel_size": mapped("mesh.cp", "ulysses"),
     "tensorboard.enabled": mapped("run.trackers"),
@@ -200,7 +202,7 @@ RULES: dict[str, Rule] = {
     **refused(
         "every gradient is stepped in its own step", "leave it out: offload is exact", f"{ZERO}zenflow"
     ),
-    **refused(*QUANTIZED, f"{ZERO}zero_quantized_gradients", f"{ZERO}zeropp_loco_param"),
+    **refused(*LOCO, f"{ZERO}zeropp_loco_param"),
     **refused(
         "frozen weights are not stored as codes",
         "leave it out; zero_quantized_weights gathers them as codes too",
@@ -325,6 +327,7 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
         on_disk=on_disk,
         partition_size=_partition_size(config, stage, num_ranks, (*offloaded, *on_disk.get("what", ()))),
         quantized_weights=_quantizes_weights(config, stage, num_ranks),
+        gradient_ranks_per_host=_gradient_ranks_per_host(config, stage, num_ranks, mics),
         context_strategy={"name": "ulysses"},
         vocab_parallel=False,
         **sizes,
@@ -361,6 +364,33 @@ def _quantizes_weights(config: Translation, stage: int, num_ranks: int) -> bool:
     else:
         return True
     return False
+
+
+def _gradient_ranks_per_host(config: Translation, stage: int, num_ranks: int, mics: int) -> int:
+    """Returns the ranks of a host that sum gradients as codes (ZeRO++ qgZ), of `num_ranks` in all (0:
+    unknown); 0: sums are exact. `mics` are the ranks that share the weights, if above 0.
+    """
+    near = config.get(HPZ, 1) or 1
+    if not config.get(QGZ, False):
+        config.drop(QGZ, OFF_TEXT)
+    elif stage < 3:
+        config.drop(QGZ, "only with ZeRO stage 3, as there")
+    elif num_ranks == 1:
+        config.drop(QGZ, "one rank sums nothing")
+    elif mics > 0:
+        text = (
+            "shards of MiCS are summed within hosts first, and codes of two levels need all ranks in one sum"
+        )
+        config.refuse(QGZ, text, 'use compress with mode = "int8": codes between hosts')
+    elif near == 1:
+        text = "the ranks of a host are not known"
+        config.refuse(QGZ, text, "set zero_hpz_partition_size, or ranks_per_host of compress, mode qgz")
+    elif num_ranks and (num_ranks % near or num_ranks == near):
+        text = f"{num_ranks} ranks are not several hosts of {near} (zero_hpz_partition_size)"
+        config.refuse(QGZ, text, 'leave it out, or use compress with mode = "int8"')
+    else:
+        return int(near)
+    return 0
 
 
 def _write_optimizer(config: Translation) -> None:

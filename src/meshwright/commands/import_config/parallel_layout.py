@@ -15,7 +15,8 @@ class ParallelLayout:
     DDP. `context_strategy` is the table of the strategy along cp. `offloaded`: what rests in host memory and
     is stepped there; `on_disk`: the fields of disk_offload, if optimizer states rest on disk.
     `partition_size`: the ranks among which backward gathers weights; 1: all that share them.
-    `quantized_weights`: they are gathered as codes.
+    `quantized_weights`: they are gathered as codes. `gradient_ranks_per_host`: the ranks of a host that sum
+    gradients as codes before hosts do; 0: sums are exact.
     """
 
     pp: int = 1
@@ -32,6 +33,7 @@ class ParallelLayout:
     offloaded: tuple[str, ...] = ()
     partition_size: int = 1
     quantized_weights: bool = False
+    gradient_ranks_per_host: int = 0
     on_disk: Mapping[str, Any] = field(default_factory=dict)
     context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
@@ -67,6 +69,8 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
         config.add_strategy("hpz", partition_size=layout.partition_size)
     if layout.quantized_weights:
         config.add_strategy("quantized_weights")
+    if layout.gradient_ranks_per_host:
+        config.add_strategy("compress", mode="qgz", ranks_per_host=layout.gradient_ranks_per_host)
     if layout.offloaded:
         config.add_strategy("offload", what=list(layout.offloaded), step_on="host")
     if layout.on_disk:

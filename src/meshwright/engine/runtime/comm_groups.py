@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from meshwright.comm.collectives.group import Group, GroupKey, World
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
+from meshwright.plan.step.program import Transfer
 
 
 def create_groups(plan: Plan, world: World) -> None:
@@ -33,10 +34,17 @@ def group_keys(plan: Plan, *, serializes_p2p: bool) -> set[GroupKey]:
     keys: set[GroupKey] = {
         (in_mesh_order(message.axes), among)
         for move in moves
-        for message in move.messages
+        for message in _grouped(move)
         for among in message.member_groups(plan.mesh)
     }
     return keys | set(_p2p_pairs(plan)) if serializes_p2p else keys
+
+
+def _grouped(move: Transfer) -> tuple[Transfer, ...]:
+    """Returns the messages of `move` that need groups of their own; those among some of its ranks are rounds
+    of one exchange in the group of all.
+    """
+    return (move,) if any(message.stride > 1 for message in move.messages) else move.messages
 
 
 def p2p_group(world: World, axes: tuple[str, ...], peer: int, *, is_sender: bool) -> tuple[Group, int]:

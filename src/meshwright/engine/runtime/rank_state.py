@@ -357,7 +357,10 @@ class RankState:
     def start_exchange(self, action: Action, group: Group, rounds: Rounds) -> None:
         """Starts `rounds` in `group`: the messages that carry the transfer of `action`."""
         carried = () if action.transfer is None else action.transfer.messages
-        messages = [ExchangedMessage(each.collective, each.nbytes, each.dtype) for each in carried]
+        messages = [
+            ExchangedMessage(each.collective, each.nbytes, each.dtype, each.num_ranks(self.plan.mesh))
+            for each in carried
+        ]
         self.issue(action, group.exchange(rounds, messages, action=action.name))
 
     def issue_send(self, action: Action, work: Work) -> None:

@@ -79,6 +79,11 @@ class GradientCompression(Strategy):
     exact_steps: int = field(default=0, metadata=at_least(0))
     error_feedback: bool = True
 
+    @property
+    def least_ranks(self) -> int:
+        """The fewest ranks between which a sum sends codes."""
+        return 2
+
     @abstractmethod
     def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
         """Returns the collectives that carry `coded_sum.transfer`, of one size for all its shards."""

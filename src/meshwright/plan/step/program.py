@@ -87,8 +87,9 @@ class Transfer:
     `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
     receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
     each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
-    `num_neighbours`, groups are that many neighbours. A transfer `in_glue` is not repeated when a block is
-    recomputed. If the data decides the size, `runtime_size` says how, and `nbytes` is what is expected.
+    `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A transfer `in_glue`
+    is not repeated when a block is recomputed. If the data decides the size, `runtime_size` says how, and
+    `nbytes` is what is expected.
     """
 
     collective: str
@@ -101,6 +102,7 @@ class Transfer:
     replica_axes: tuple[str, ...] = ()
     member_indices: tuple[int, ...] = ()
     num_neighbours: int = 0
+    stride: int = 1
     in_glue: bool = field(default=False, compare=False)
     carried_by: tuple["Transfer", ...] = ()
     carried_from: int = 0
@@ -128,17 +130,20 @@ class Transfer:
         """Returns the indices along the axes of the members of each group; an empty group means all ranks."""
         if not self.num_neighbours:
             return (self.member_indices,)
-        return tuple(
-            neighbour_indices(first, self.num_neighbours)
-            for first in range(0, mesh.group_size(self.axes), self.num_neighbours)
+        found = (
+            neighbour_indices(index, self.num_neighbours, self.stride)
+            for index in range(mesh.group_size(self.axes))
         )
+        return tuple(dict.fromkeys(found))
 
     def member_ranks(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Returns the ranks that take part in the group of `rank`; of a send or a receive, both ends."""
         ranks = mesh.peers(rank, self.axes)
         if self.peer is not None:
             return rank, ranks[self.peer]
-        indices = self.member_indices or neighbour_indices(ranks.index(rank), self.num_neighbours)
+        indices = self.member_indices or neighbour_indices(
+            ranks.index(rank), self.num_neighbours, self.stride
+        )
         return tuple(ranks[index] for index in indices) or ranks
 
 
@@ -154,12 +159,14 @@ def _check_expected(nbytes: int, runtime_size: RuntimeSize | None) -> None:
         raise ValueError(f"{runtime_size} expects more rows than there can be; give a larger max_rows")
 
 
-def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
-    """Returns the indices along an axis of the group of `num_neighbours` ranks that contains `index`; () for
-    0: all ranks.
+def neighbour_indices(index: int, num_neighbours: int, stride: int = 1) -> tuple[int, ...]:
+    """Returns the indices along an axis of the group of `num_neighbours` ranks, `stride` apart, that contains
+    `index`; () for 0: all ranks.
     """
-    first = index - index % num_neighbours if num_neighbours else 0
-    return tuple(range(first, first + num_neighbours))
+    if not num_neighbours:
+        return ()
+    first = index - index % (num_neighbours * stride) + index % stride
+    return tuple(range(first, first + num_neighbours * stride, stride))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.compression_gain import CompressionGain, break_even_text, comparison_text
 from meshwright.planner.program_cost.action_cost import ActionCosts
@@ -53,7 +54,7 @@ def _gain_of(plan: Plan, rank: int, target: ExecutionTarget) -> CompressionGain:
             continue
         seconds, (exact_s, coded_s) = costs.coding_seconds(action), costs.exact_and_coded_seconds(transfer)
         gain = CompressionGain(
-            gain.saved_nbytes + _saved_nbytes(transfer, transfer.num_ranks(plan.mesh)),
+            gain.saved_nbytes + _saved_nbytes(transfer, plan.mesh),
             None if seconds is None or gain.coding_s is None else gain.coding_s + seconds,
             gain.exact_s + exact_s,
             gain.coded_s + coded_s,
@@ -61,7 +62,7 @@ def _gain_of(plan: Plan, rank: int, target: ExecutionTarget) -> CompressionGain:
     return gain
 
 
-def _saved_nbytes(transfer: Transfer, num_ranks: int) -> float:
+def _saved_nbytes(transfer: Transfer, mesh: Mesh) -> float:
     """Returns the bytes that a rank sends less than if `transfer` carried itself."""
-    coded = sum(sent_nbytes(each.collective, each.nbytes, num_ranks) for each in transfer.messages)
-    return sent_nbytes(transfer.collective, transfer.nbytes, num_ranks) - coded
+    coded = sum(sent_nbytes(each.collective, each.nbytes, each.num_ranks(mesh)) for each in transfer.messages)
+    return sent_nbytes(transfer.collective, transfer.nbytes, transfer.num_ranks(mesh)) - coded

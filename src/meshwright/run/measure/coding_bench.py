@@ -1,7 +1,7 @@
 """Measures how long a rank codes a gradient, sums what arrives, and decodes: seconds per element, by codec.
 
-measured    the rounds of an all-reduce of 2^20 elements between two ranks, as rank 0 runs them, with what
-            is owed; messages are not sent: what arrives is what was sent
+measured    the rounds of an all-reduce of 2^20 elements between the fewest ranks that sum codes, as rank 0
+            runs them, with what is owed; messages are not sent: what arrives is what was sent
 codecs      each mode of `compress` with its usual options. One that keeps states of its own (the factors
             of PowerSGD) takes a time that depends on shapes, and is left out: its seconds stay unknown
 """
@@ -20,7 +20,7 @@ from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.device_profile import ElementwiseTiming
 from meshwright.run.measure.operation_timer import Operation
 
-NUMEL, NUM_RANKS, AXIS, PARAM = 1 << 20, 2, "dp_replicate", "weight"
+NUMEL, AXIS, PARAM = 1 << 20, "dp_replicate", "weight"
 
 
 def coding_operations(device: torch.device) -> dict[str, Operation]:
@@ -44,7 +44,7 @@ def _coding(codec: GradientCompression, device: torch.device) -> Operation:
     gradient, values = torch.randn(NUMEL, device=device), torch.empty(NUMEL, device=device)
     owed, by_param = {PARAM: torch.zeros_like(values)}, {PARAM: values}
     transfer = Transfer("all_reduce", (AXIS,), NUMEL * values.itemsize)
-    coded_sum = CodedSum(transfer, NUM_RANKS, ((CodedPart(PARAM, (NUMEL,), 0, NUMEL, 0),),))
+    coded_sum = CodedSum(transfer, codec.least_ranks, ((CodedPart(PARAM, (NUMEL,), 0, NUMEL, 0),),))
 
     def run() -> None:
         values.copy_(gradient)
