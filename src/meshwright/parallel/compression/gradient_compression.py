@@ -182,10 +182,16 @@ class GradientCompression(Strategy):
             action.kind == "REDUCE"
             and transfer is not None
             and transfer.collective in SUMS
-            and axis in transfer.axes
+            and (axis in transfer.axes or self.codes_replicas(action, sharding))
             and sharding.mesh.group_size(transfer.axes) > 1
             and action.tensors[0] in sharding.compressed_params
         )
+
+    def codes_replicas(self, action: Action, sharding: ShardingPlan) -> bool:
+        """Returns whether the sum of `action`, of shards over their replicas, is coded behind the sum along
+        the axis, and what it loses is added to the residual of that; by default not.
+        """
+        return False
 
     def _axis(self, sharding: ShardingPlan) -> str:
         found = [each for each in in_mesh_order(sharding.grad_sum_axes) if sharding.mesh.size(each) > 1]
@@ -230,18 +236,16 @@ class GradientCompression(Strategy):
         scratch = dict[str, str]()  # what is freed, by the sum that it is waited for
         pending = dict[str, str]()  # likewise, by a parameter whose step decides
         for action in actions:
+            done = [scratch.pop(wait) for wait in action.waits if wait in scratch]
             if self.codes(action, view.plan) and action.transfer is not None:
-                coded = self._coded(action, action.transfer, view, job)
-                scratch[action.name] = coded.allocations[-1].name
+                action = self._coded(action, action.transfer, view, job)
+                scratch[action.name] = action.allocations[-1].name
                 nbytes = sum(sizes[name] for name in action.tensors)
                 if leaves_steps_out(job) and nbytes and action.tensors[0] not in pending:
                     kept = Allocation(f"new residuals of {action.name}", nbytes)
-                    coded = replace(coded, allocations=(*coded.allocations, kept))
+                    action = replace(action, allocations=(*action.allocations, kept))
                     pending[action.tensors[0]] = kept.name
-                edited.append(coded)
-                continue
-            done = [scratch.pop(wait) for wait in action.waits if wait in scratch]
-            if action.kind == "STEP":
+            elif action.kind == "STEP":
                 done += [pending.pop(name) for name in action.tensors if name in pending]
             edited.append(replace(action, frees=(*action.frees, *done)) if done else action)
         return edited

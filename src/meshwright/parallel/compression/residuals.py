@@ -42,7 +42,8 @@ class CodedOperand:
     it may be memory of `values`. `index` is this rank's in the group. `key` is for random numbers: another
     one for each rank, sum and step. `before` are the states that the codec keeps beside residuals, by key;
     `after` takes them as the sum leaves them, where they are kept: none of a step in which nothing counts.
-    `begins` are the parameters of which this is the first sum of the step that counts.
+    `begins` are the parameters of which this is the first sum of the step that counts. With `adds_residual`
+    what codes lose is added to `kept`: what the sum before this one has lost is there already.
 
     An observed sum knows what was `put_in`; by parameter, `lost` is what codes lost, `clipped` what local
     clipping took away, `momenta` those of the step before, times `decay`, with the gradient, and `dropped`
@@ -56,6 +57,7 @@ class CodedOperand:
     index: int
     key: int
     scale: float = 1.0
+    adds_residual: bool = False
     owed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
     is_observed: bool = False
@@ -110,7 +112,10 @@ class CodedOperand:
     def keep_residual(self) -> None:
         """Keeps what `values` holds now as what is owed."""
         for name, residual in self.kept.items():
-            torch.div(self.by_param[name], self.scale, out=residual.view(-1))
+            if self.adds_residual:
+                residual.view(-1).add_(self.by_param[name] / self.scale)
+            else:
+                torch.div(self.by_param[name], self.scale, out=residual.view(-1))
         if self.is_observed:
             self.lost = {name: each / self.scale for name, each in self.by_param.items()}
 
@@ -130,6 +135,8 @@ class CodedSums:
         self._sums = {
             each.name: CodedSum.of(each, each.transfer, view) for each in coded if each.transfer is not None
         }
+        sharding = runtime.state.plan.sharding
+        self._replica_sums = {each.name for each in coded if codec.codes_replicas(each, sharding)}
         self._places = {action.name: self._place(action) for action in coded}  # of this rank, by action
         self._states = dict[str, dict[str, torch.Tensor]]()  # by parameter, by key
         for key, each in runtime.tensors.items():
@@ -238,16 +245,22 @@ class CodedSums:
         begins = frozenset(by_param).difference(self._begun) if after else frozenset()
         self._begun |= begins
         counts = bool(state.token_counter.loss_weight(action.microbatch))
+        coded_sum, kept = self._sums[action.name], _residuals(after)
+        sums_replicas = action.name in self._replica_sums
+        if sums_replicas:  # of the residual of a whole gradient, what lies in this shard
+            places = {part.name: slice(part.begin, part.end) for part in coded_sum.parts}
+            kept = {name: each.view(-1)[places.get(name, slice(0))] for name, each in kept.items()}
         return CodedOperand(
-            self._sums[action.name],
+            coded_sum,
             flat,
             by_param,
             operand.output.view(-1),
             group.index,
             self._key(action, group.index),
             state.update.loss_scale_value,
-            _residuals(before) if counts else {},
-            _residuals(after),
+            sums_replicas,
+            _residuals(before) if counts and not sums_replicas else {},
+            kept,
             state.observed_sums is not None,
             before=before,
             after=after,

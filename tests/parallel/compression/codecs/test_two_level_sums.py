@@ -12,6 +12,7 @@ from meshwright.parallel.compression.codecs.sliced_sums import slice_numel
 from meshwright.parallel.compression.codecs.two_level_sums import QgZCompression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.compression_gain import compression_gain
@@ -35,6 +36,12 @@ def sharded(stage: int) -> tuple[mw.Strategy, ...]:
     return mw.BatchSplit("dp_shard"), mw.ZeRO(stage=stage)
 
 
+def hybrid(stage: int) -> tuple[mw.Strategy, ...]:
+    """Shards within hosts, and a copy of them on each host."""
+    zero = mw.ZeRO(stage=stage, replicate_axis="dp_replicate")
+    return mw.BatchSplit(), mw.BatchSplit("dp_shard"), zero
+
+
 def plan_of(
     strategies: Sequence[mw.Strategy], codec: QgZCompression, mesh: Mesh, micro_batch: int = 2, **job: object
 ) -> Plan:
@@ -43,16 +50,16 @@ def plan_of(
 
 
 def summed_on_ranks(
-    codec: QgZCompression, size: int, collective: str
+    codec: QgZCompression, size: int, collective: str, numel: int = NUMEL
 ) -> tuple[list[tuple[float, torch.Tensor, torch.Tensor]], list[torch.Tensor]]:
     """What each rank sent, its output and what it owes; and the gradients of all ranks."""
-    summed = coded_sum(torch.empty(NUMEL), size, collective)
-    inputs = [torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
+    summed = coded_sum(torch.empty(numel), size, collective)
+    inputs = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
 
     def exchange(world: World) -> tuple[float, torch.Tensor, torch.Tensor]:
-        values, owed = inputs[world.rank].clone(), torch.zeros(NUMEL)
+        values, owed = inputs[world.rank].clone(), torch.zeros(numel)
         scatters = collective == "reduce_scatter"
-        output = torch.empty(slice_numel(NUMEL, size)) if scatters else values
+        output = torch.empty(slice_numel(numel, size)) if scatters else values
         by_param, kept = {"weight": values}, {"weight": owed}
         operand = CodedOperand(summed, values, by_param, output, world.rank, key=0, kept=kept)
         mesh = world.mesh
@@ -86,6 +93,14 @@ def test_a_rank_sends_the_bytes_of_the_law_and_owes_what_is_not_applied(
     assert 1e-3 < (applied - sum(inputs)).abs().max() < 2.5
     expected = codec.defined_sum(coded_sum(inputs[0], size, collective), inputs, [0] * size, {})
     assert torch.equal(applied, expected)
+
+
+@pytest.mark.parametrize("numel", [1, 13, 6 * 300 - 5])
+def test_slices_need_not_be_equal_and_may_be_empty(numel: int):
+    found, inputs = summed_on_ranks(QgZCompression(ranks_per_host=2), 6, "all_reduce", numel)
+    assert all(torch.equal(output, found[0][1]) for _, output, _ in found)
+    owed = sum(residual for _, _, residual in found)
+    assert (found[0][1] + owed - sum(inputs)).abs().max() < 1e-5
 
 
 def test_messages_say_which_ranks_of_the_group_they_are_among():
@@ -128,6 +143,50 @@ def test_a_rank_that_forgets_what_the_sum_of_its_host_lost_is_found(monkeypatch:
     assert not verdict_of(case_of(ANALYZED, plan), steps=2).passed
 
 
+BY_SHARDS = QgZCompression("dp_shard", ranks_per_host=2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicas", "micro_batch", "job"),
+    [(1, 2, 2, {"guard": LossGuard("skip")}), (2, 3, 1, {}), (3, 2, 2, {})],
+    ids=["zero 1, guard", "zero 2, two microbatches", "zero 3"],
+)
+def test_shards_within_hosts_and_copies_across_them_are_the_two_levels(
+    stage: int, replicas: int, micro_batch: int, job: dict[str, object]
+):
+    mesh = Mesh(dp_replicate=replicas, dp_shard=2)
+    plan = plan_of(hybrid(stage), BY_SHARDS, mesh, micro_batch, **job)
+    assert static_checks(plan) == []
+    for action in plan.for_rank(0).actions:
+        if action.kind == "REDUCE" and action.transfer is not None:
+            transfer, size = action.transfer, action.transfer.num_ranks(mesh)
+            part = -(-transfer.nbytes // 8 // size)
+            if transfer.collective == "reduce_scatter":
+                law = [("all_to_all", 2 * code_nbytes(part, 4))]
+            else:
+                law = [("all_to_all", size * code_nbytes(part, 8)), ("all_gather", code_nbytes(part, 8))]
+            assert [(each.collective, each.nbytes) for each in transfer.messages] == law
+    owed = [each for each in plan.for_rank(0).states["compress"] if each.name == "residual"]
+    assert {each.layout.axes_with("P") for each in owed} == {("dp_replicate", "dp_shard")}
+    verdict = verdict_of(case_of(ANALYZED, plan), steps=2)
+    assert verdict.passed, verdict
+
+
+def test_a_rank_that_forgets_what_the_sum_of_its_shard_lost_is_found(monkeypatch: pytest.MonkeyPatch):
+    keep = CodedOperand.keep_residual
+    monkeypatch.setattr(
+        CodedOperand, "keep_residual", lambda self: None if self.adds_residual else keep(self)
+    )
+    plan = plan_of(hybrid(1), BY_SHARDS, Mesh(dp_replicate=2, dp_shard=2))
+    assert not verdict_of(case_of(ANALYZED, plan), steps=2).passed
+
+
+def test_two_sums_need_error_feedback():
+    codec = QgZCompression("dp_shard", ranks_per_host=2, error_feedback=False)
+    with pytest.raises(PlanError, match="keep error_feedback, or remove compress"):
+        plan_of(hybrid(1), codec, Mesh(dp_replicate=2, dp_shard=2))
+
+
 def test_a_plan_counts_the_bytes_of_both_levels():
     plan = plan_of(sharded(1), QgZCompression(ranks_per_host=2), Mesh(dp_shard=4))
     saved = 0.0
@@ -146,12 +205,7 @@ def test_a_plan_counts_the_bytes_of_both_levels():
         (DDP, Mesh(dp_replicate=4), 3, "4 ranks sum along dp_replicate, and ranks_per_host = 3 leaves no"),
         (sharded(2), Mesh(dp_shard=4), 4, "choose one of 2, or remove compress"),
         (DDP, Mesh(dp_replicate=3), 8, 'use mode = "int8", or remove compress'),
-        (
-            (mw.BatchSplit(), mw.BatchSplit("dp_shard"), mw.ZeRO(stage=2, replicate_axis="dp_replicate")),
-            Mesh(dp_replicate=2, dp_shard=2),
-            2,
-            "2 ranks sum along dp_replicate, and ranks_per_host = 2",
-        ),
+        (hybrid(2), Mesh(dp_replicate=2, dp_shard=2), 2, 'write axis = "dp_shard" and its ranks on a host'),
     ],
     ids=["no divisor", "one host", "prime", "hybrid"],
 )

@@ -21,8 +21,12 @@ Sent per rank: reduce-scatter (h-1) H c4(m) within the host and (H-1) c(m) out o
 float32 that is 1 / 7.8 within hosts and 1 / (3.9 h) between them.
 Cost: as of int4 and, for 1 / h of the elements, of int8; a residual of 4 bytes per element of a gradient, on
 each rank (gradient_compression.py).
-Limits: all ranks that sum together, h neighbours of them on each host. Behind an exact reduce-scatter within
-hosts (`zero` with `replicate_axis`) only one rank of each host sums: use int8 there.
+Where shards lie within hosts and are replicated across them (`zero` with `replicate_axis`; `axis` names the
+axis of shards), the two levels are the two sums of the plan: int4 codes in the reduce-scatter, (h-1) c4(N/h),
+and codes `across` in the all-reduce of a shard, 2 (H-1) c(N/n). What the second loses, the rank owes at the
+place of its shard, in the same residual.
+
+Limits: hosts with equally many ranks that sum together, neighbours in the mesh.
 Paper: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.3 (qgZ; without error feedback, and with int4
 between hosts too).
 """
@@ -37,15 +41,16 @@ from meshwright.comm.collectives.group import PeerTensors, Rounds
 from meshwright.parallel.compression.codecs.block_codes import BlockCodec
 from meshwright.parallel.compression.codecs.int4 import Int4Compression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
-from meshwright.parallel.compression.codecs.sliced_sums import slice_numel
+from meshwright.parallel.compression.codecs.sliced_sums import SlicedCodec, slice_numel
 from meshwright.parallel.compression.coded_sum import CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
-from meshwright.plan.sharding.mesh import divisors
+from meshwright.plan.sharding.mesh import divisors, in_mesh_order
+from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.program import Transfer
+from meshwright.plan.step.program import Action, Transfer
 
 WITHIN = Int4Compression()
 ACROSS: dict[str, BlockCodec] = {"int8": Int8Compression(), "int4": Int4Compression()}
@@ -68,23 +73,60 @@ class QgZCompression(GradientCompression):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from super().check_combined(sharding)
-        axis = self._axis(sharding)
+        where, near = f"strategies.{self.name}", self.ranks_per_host
         chosen = [each for each in sharding.param_shardings if self._selects(each, sharding)]
-        groups = {
-            each.flat_shard_axes
-            if axis in each.flat_shard_axes
-            else tuple(set(each.grad_reductions()) - set(each.flat_shard_axes))
-            for each in chosen
-        }
-        for size in sorted({sharding.mesh.group_size(axes) for axes in groups}):
-            if size % self.ranks_per_host or size == self.ranks_per_host:
-                fitting = [each for each in divisors(size) if 1 < each < size]
-                choice = f"choose one of {', '.join(map(str, fitting))}" if fitting else 'use mode = "int8"'
-                text = f"{size} ranks sum along {axis}, and ranks_per_host = {self.ranks_per_host} leaves no"
-                where = f"strategies.{self.name}.ranks_per_host"
-                yield Diagnostic(f"{text} equal hosts, two or more", f"{choice}, or remove compress", where)
+        if not self.error_feedback and any(self._has_replica_sums(each, sharding) for each in chosen):
+            text = "without error feedback, codes of two sums would lose each what the other does not know"
+            yield Diagnostic(text, "keep error_feedback, or remove compress", f"{where}.error_feedback")
+        groups = {self._summed_axes(each, sharding) for each in chosen}
+        hybrid = {self._has_replica_sums(each, sharding) for each in chosen}
+        for axes in sorted(groups):
+            size = sharding.mesh.group_size(axes)
+            if (size % near == 0 and size > near) or (size == near and hybrid == {True}):
+                continue
+            fitting = [each for each in divisors(size) if 1 < each < size]
+            fix = f"choose one of {', '.join(map(str, fitting))}" if fitting else 'use mode = "int8"'
+            shards = {axis for each in chosen for axis in each.flat_shard_axes}
+            if shards and not shards.intersection(axes):  # the sum of shards over replicas
+                fix = f'write axis = "{in_mesh_order(shards)[0]}" and its ranks on a host'
+            text = f"{size} ranks sum along {', '.join(axes)}, and ranks_per_host = {near} leaves no"
+            text += " equal hosts, two or more"
+            yield Diagnostic(text, f"{fix}, or remove compress", f"{where}.ranks_per_host")
+
+    def codes_replicas(self, action: Action, sharding: ShardingPlan) -> bool:
+        transfer = action.transfer
+        summed = next(each for each in sharding.param_shardings if each.param.name == action.tensors[0])
+        return (
+            transfer is not None
+            and transfer.collective == "all_reduce"
+            and not set(transfer.axes).intersection(summed.flat_shard_axes)
+            and self._has_replica_sums(summed, sharding)
+        )
+
+    def _has_replica_sums(self, each: ParamSharding, sharding: ShardingPlan) -> bool:
+        """Returns whether the ranks of a host have all shards of a parameter, and hosts have copies."""
+        mesh, shards = sharding.mesh, each.flat_shard_axes
+        return (
+            self._axis(sharding) in shards
+            and mesh.group_size(shards) == self.ranks_per_host
+            and mesh.group_size(tuple(set(each.grad_reductions()).difference(shards))) > 1
+        )
+
+    def _summed_axes(self, each: ParamSharding, sharding: ShardingPlan) -> tuple[str, ...]:
+        """Returns the axes of the sum along the axis."""
+        shards = set(each.flat_shard_axes)
+        summed = shards if self._axis(sharding) in shards else set(each.grad_reductions()) - shards
+        return in_mesh_order(summed)
+
+    def _one_level(self, coded_sum: CodedSum) -> SlicedCodec | None:
+        """Returns the codec of a sum that is one of the two levels; None: it has both."""
+        if not coded_sum.is_scattered and len(coded_sum.shards) > 1:
+            return ACROSS[self.across]
+        return WITHIN if coded_sum.num_ranks == self.ranks_per_host else None
 
     def messages(self, coded_sum: CodedSum) -> tuple[Transfer, ...]:
+        if (codec := self._one_level(coded_sum)) is not None:
+            return codec.messages(coded_sum)
         numel = slice_numel(coded_sum.numel, coded_sum.num_ranks)
         near, hosts = self.ranks_per_host, coded_sum.num_ranks // self.ranks_per_host
         inner, outer = hosts * WITHIN.slice_nbytes(numel), ACROSS[self.across].slice_nbytes(numel)
@@ -97,6 +139,8 @@ class QgZCompression(GradientCompression):
         return within, between, gathered, replace(within, collective="all_gather", nbytes=hosts * outer)
 
     def scratch_nbytes(self, coded_sum: CodedSum) -> int:
+        if (codec := self._one_level(coded_sum)) is not None:
+            return codec.scratch_nbytes(coded_sum)
         size, wide = coded_sum.num_ranks, coded_sum.wide_nbytes
         numel, hosts = slice_numel(coded_sum.numel, size), size // self.ranks_per_host
         inner, outer = WITHIN.slice_nbytes(numel), ACROSS[self.across].slice_nbytes(numel)
@@ -105,7 +149,10 @@ class QgZCompression(GradientCompression):
         return max(2 * size * inner + sums, sums + 2 * hosts * outer + wide * numel, wide * numel + gathered)
 
     def sum_rounds(self, operand: CodedOperand) -> Rounds:
-        """Yields the two rounds of a reduce-scatter, or the four of an all-reduce."""
+        """Yields the two rounds of a reduce-scatter, the four of an all-reduce, or those of one level."""
+        if (one := self._one_level(operand.coded_sum)) is not None:
+            yield from one.sum_rounds(operand)
+            return
         values, index, size = operand.values, operand.index, operand.num_ranks
         codec, numel = ACROSS[self.across], slice_numel(len(operand.values), operand.num_ranks)
         slices = [values[rank * numel : (rank + 1) * numel] for rank in range(size)]
@@ -137,6 +184,8 @@ class QgZCompression(GradientCompression):
         keys: Sequence[int],
         states: MutableMapping[str, torch.Tensor],
     ) -> torch.Tensor:
+        if (one := self._one_level(coded_sum)) is not None:
+            return one.defined_sum(coded_sum, inputs, keys, states)
         codec, numel = ACROSS[self.across], slice_numel(len(inputs[0]), len(inputs))
         hosts = [inputs[first : first + self.ranks_per_host] for first in self._first_ranks(len(inputs))]
         sums = []
