@@ -79,8 +79,10 @@ class ActivationCodec(ABC):
         """Writes what `codes` say into `values`, contiguous."""
 
     @abstractmethod
-    def largest_error(self, values: "torch.Tensor") -> float:
-        """Returns the most by which any of `values` may differ from what their codes say."""
+    def error_in_units(self, values: "torch.Tensor", lost: "torch.Tensor") -> float:
+        """Returns the largest of what codes of `values` have `lost`, flat, in units of what they may lose of
+        that element: at most 1 for codes as they should be.
+        """
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,26 @@ def test_large_values_take_a_quarter_or_half_of_their_bytes():
         assert flat.empty_codes(values).numel() == pytest.approx(share * 4 * values.numel(), rel=1e-5)
         decoded = torch.empty_like(values)
         flat.decode(flat.encode(values), decoded)
-        assert (decoded - values).abs().max() <= flat.largest_error(values)
+        lost = (values - decoded).view(-1)
+        assert 0.5 < flat.error_in_units(values, lost) <= 1
         again = torch.empty_like(values)
         flat.decode(flat.encode(decoded), again)
         assert torch.allclose(again, decoded, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "float16", "float8", "int8"])
+def test_an_element_may_lose_what_the_largest_of_its_block_allows(codec: str):
+    flat = FlatCodec(ActivationCompression(codec=codec)._codec, codec)
+    values, lost = torch.ones(3, 200), torch.zeros(600)
+    values[0, 0] = 1000.0  # in the first block of 256 elements
+    assert flat.error_in_units(values, lost) == 0
+    lost[100] = 0.4
+    assert flat.error_in_units(values, lost) < 1
+    lost[100], lost[300] = 0.0, 0.1
+    assert flat.error_in_units(values, lost) > 1
+    assert flat.error_in_units(values[:0], lost[:0]) == 0
+    lost[5] = float("nan")
+    assert not flat.error_in_units(values, lost) <= 1
 
 
 def test_the_first_steps_and_small_values_travel_as_they_are():

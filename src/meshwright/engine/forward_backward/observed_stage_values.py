@@ -53,8 +53,7 @@ def lost_and_error(
     decoded = torch.empty_like(tensor)
     codec.decode(codes, decoded)
     lost = (tensor - decoded).view(-1)
-    largest = lost.abs().max().item() if lost.numel() else 0.0
-    return lost, largest / codec.largest_error(tensor) if largest else 0.0
+    return lost, codec.error_in_units(tensor, lost)
 
 
 def _global_index(

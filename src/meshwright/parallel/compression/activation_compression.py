@@ -47,13 +47,12 @@ arXiv 2301.02654; Bengio et al. 2013, arXiv 1308.3432 (straight-through gradient
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.parallel.compression.codecs.block_codes import BlockCodec
+from meshwright.parallel.compression.codecs.block_codes import BLOCK, BlockCodec, in_blocks
 from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.job.errors import Diagnostic
@@ -178,11 +177,14 @@ class FlatCodec(ActivationCodec):
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         self.codec.decode_sum(codes, values.view(-1))
 
-    def largest_error(self, values: torch.Tensor) -> float:
-        largest = values.abs().max().item() if values.numel() else 0.0
+    def error_in_units(self, values: torch.Tensor, lost: torch.Tensor) -> float:
+        if not lost.numel():
+            return 0.0
+        largest, worst = (in_blocks(each.view(-1).abs(), BLOCK).amax(1) for each in (values, lost))
         smallest = 2.0**-25 if self.name == "float16" else 0.0  # half of its smallest number
         # a scale is rounded to float32 itself
-        return UNIT_ERROR[self.name] * largest * (1 + 1e-6) + smallest if isfinite(largest) else largest
+        allowed = UNIT_ERROR[self.name] * (1 + 1e-6) * largest + smallest
+        return (worst / allowed).where(worst != 0, 0.0).max().item()
 
 
 def coded_values(sharding: ShardingPlan) -> list[StageValue]:
