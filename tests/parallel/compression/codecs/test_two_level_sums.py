@@ -148,7 +148,7 @@ BY_SHARDS = QgZCompression("dp_shard", ranks_per_host=2)
 
 @pytest.mark.parametrize(
     ("stage", "replicas", "micro_batch", "job"),
-    [(1, 2, 2, {"guard": LossGuard("skip")}), (2, 3, 1, {}), (3, 2, 2, {})],
+    [(1, 3, 2, {"guard": LossGuard("skip")}), (2, 2, 1, {}), (3, 2, 2, {})],
     ids=["zero 1, guard", "zero 2, two microbatches", "zero 3"],
 )
 def test_shards_within_hosts_and_copies_across_them_are_the_two_levels(
