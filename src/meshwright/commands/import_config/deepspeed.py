@@ -15,11 +15,16 @@ from meshwright.commands.import_config.deepspeed_offload import (
     activation_strategies,
     offloaded_of,
 )
+from meshwright.commands.import_config.deepspeed_zero_plus_plus import (
+    ZERO_PLUS_PLUS_RULES,
+    gradient_ranks_per_host,
+    partition_size,
+    quantizes_weights,
+)
 from meshwright.commands.import_config.option_rules import (
     DISK_KEYS,
     HOST_STEPS,
     LOGGING,
-    OFF_TEXT,
     OFFLOAD_KEYS,
     Rule,
     Translation,
@@ -35,10 +40,6 @@ from meshwright.commands.import_config.parallel_layout import (
     write_layout,
 )
 
-LOCO = (
-    "LoCo's moving average of what codes lose is not there",
-    "zero_quantized_gradients without it: what codes lose is added to the next gradient as it is",
-)
 EVERY_BLOCK = "of every block; DeepSpeed checkpoints where the model's code calls deepspeed.checkpointing"
 BUFFERS = "a buffer of DeepSpeed's implementation; results are the same"
 CHECKPOINT_FORMAT = "the format of DeepSpeed's checkpoints; those here reshard between any two plans"
@@ -56,9 +57,6 @@ OFFLOADS = tuple(
     f"{ZERO}{option}"
     for option in ("offload_optimizer.device", "offload_param.device", "cpu_offload", "cpu_offload_param")
 )
-
-HPZ, QWZ = f"{ZERO}zero_hpz_partition_size", f"{ZERO}zero_quantized_weights"
-QGZ = f"{ZERO}zero_quantized_gradients"
 
 RULES: dict[str, Rule] = {
     "train_batch_size": mapped("train.batch"),
@@ -88,9 +86,7 @@ RULES: dict[str, Rule] = {
     "torch_autocast.dtype": mapped("precision.compute"),
     f"{ZERO}stage": mapped("mesh.dp_shard", "mesh.dp_replicate", "zero.stage"),
     f"{ZERO}mics_shard_size": mapped("mesh.dp_shard", "zero.replicate_axis"),
-    HPZ: mapped("hpz.partition_size"),
-    QWZ: mapped("strategies", reason="quantized_weights: int8 with a scale for each 256 elements"),
-    QGZ: mapped("compress.ranks_per_host", reason="mode qgz: int4 within hosts, int8 between, residuals"),
+    **ZERO_PLUS_PLUS_RULES,
     "tensor_parallel.autotp_size": mapped("mesh.tp"),
     "sequence_parallel_size": mapped("mesh.cp", "ulysses"),
     "tensorboard.enabled": mapped("run.trackers"),
@@ -201,12 +197,6 @@ RULES: dict[str, Rule] = {
     ),
     **refused(
         "every gradient is stepped in its own step", "leave it out: offload is exact", f"{ZERO}zenflow"
-    ),
-    **refused(*LOCO, f"{ZERO}zeropp_loco_param"),
-    **refused(
-        "frozen weights are not stored as codes",
-        "leave it out; zero_quantized_weights gathers them as codes too",
-        f"{ZERO}zero_quantized_nontrainable_weights",
     ),
     **refused("the loss scale is always dynamic", "leave it out", "fp16.loss_scale"),
     **refused("masters are float32", "leave it out", "fp16.fp16_master_weights_and_grads"),
@@ -325,72 +315,13 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
         zero_stage=stage,
         offloaded=offloaded,
         on_disk=on_disk,
-        partition_size=_partition_size(config, stage, num_ranks, (*offloaded, *on_disk.get("what", ()))),
-        quantized_weights=_quantizes_weights(config, stage, num_ranks),
-        gradient_ranks_per_host=_gradient_ranks_per_host(config, stage, num_ranks, mics),
+        partition_size=partition_size(config, stage, num_ranks, (*offloaded, *on_disk.get("what", ()))),
+        quantized_weights=quantizes_weights(config, stage, num_ranks),
+        gradient_ranks_per_host=gradient_ranks_per_host(config, stage, num_ranks, mics),
         context_strategy={"name": "ulysses"},
         vocab_parallel=False,
         **sizes,
     )
-
-
-def _partition_size(config: Translation, stage: int, num_ranks: int, offloaded: tuple[str, ...]) -> int:
-    """Returns the ranks among which backward gathers weights (ZeRO++ hpZ), of the `num_ranks` that share them
-    (0: unknown); 1 where that changes nothing.
-    """
-    size = config.get(HPZ, 1) or 1
-    if size == 1:
-        config.drop(HPZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(HPZ, "only with ZeRO stage 3, as there")
-    elif size == num_ranks:
-        config.drop(HPZ, "all ranks that share the weights are one partition, as without it")
-    elif "weights" in offloaded:
-        text = "shards of weights rest off the device, and the second shard would lie on the device"
-        config.refuse(HPZ, text, "leave it out, or offload_param")
-    else:
-        return size
-    return 1
-
-
-def _quantizes_weights(config: Translation, stage: int, num_ranks: int) -> bool:
-    """Returns whether weights are gathered as codes (ZeRO++ qwZ) by `num_ranks` ranks (0: unknown)."""
-    if not config.get(QWZ, False):
-        config.drop(QWZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(QWZ, "only with ZeRO stage 3, as there")
-    elif num_ranks == 1:
-        config.drop(QWZ, "one rank gathers nothing")
-    else:
-        return True
-    return False
-
-
-def _gradient_ranks_per_host(config: Translation, stage: int, num_ranks: int, mics: int) -> int:
-    """Returns the ranks of a host that sum gradients as codes (ZeRO++ qgZ), of `num_ranks` in all (0:
-    unknown); 0: sums are exact. `mics` are the ranks that share the weights, if above 0.
-    """
-    near = config.get(HPZ, 1) or 1
-    if not config.get(QGZ, False):
-        config.drop(QGZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(QGZ, "only with ZeRO stage 3, as there")
-    elif num_ranks == 1:
-        config.drop(QGZ, "one rank sums nothing")
-    elif mics > 0:
-        text = (
-            "shards of MiCS are summed within hosts first, and codes of two levels need all ranks in one sum"
-        )
-        config.refuse(QGZ, text, 'use compress with mode = "int8": codes between hosts')
-    elif near == 1:
-        text = "the ranks of a host are not known"
-        config.refuse(QGZ, text, "set zero_hpz_partition_size, or ranks_per_host of compress, mode qgz")
-    elif num_ranks and (num_ranks % near or num_ranks == near):
-        text = f"{num_ranks} ranks are not several hosts of {near} (zero_hpz_partition_size)"
-        config.refuse(QGZ, text, 'leave it out, or use compress with mode = "int8"')
-    else:
-        return int(near)
-    return 0
 
 
 def _write_optimizer(config: Translation) -> None:

@@ -325,14 +325,8 @@ def config_text(candidate: Candidate) -> str:
         if config.zero_stage
         else []
     )
-    words += (
-        [
-            candidate.schedule
-            + (f" ({config.virtual_stages} virtual stages)" if config.virtual_stages > 1 else "")
-        ]
-        if candidate.schedule
-        else []
-    )
+    stages = f" ({config.virtual_stages} virtual stages)" if config.virtual_stages > 1 else ""
+    words += [candidate.schedule + stages] if candidate.schedule else []
     words += [
         {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
