@@ -12,6 +12,7 @@ from docs.generate import essays, kinds
 from meshwright.api import make_plan
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.compression.activation_compression import ActivationCompression
+from meshwright.parallel.compression.codecs.two_level_sums import QgZCompression
 from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -231,8 +232,11 @@ def listed(plan: Plan) -> list[Action]:
 def lossy_programs() -> list[Plan]:
     return [
         *(
-            make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=3), (BatchSplit(), DDP(), codec()))
-            for codec in STRATEGIES["compress"].values()
+            make_plan(analyzed_model(), tiny_job(), Mesh(dp_replicate=4), (BatchSplit(), DDP(), codec))
+            for codec in (
+                modes(ranks_per_host=2) if modes is QgZCompression else modes()
+                for modes in STRATEGIES["compress"].values()
+            )
         ),
         *(
             make_plan(
