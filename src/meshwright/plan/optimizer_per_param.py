@@ -41,6 +41,15 @@ ALIGNMENTS_BY_SIZE: tuple[ShardAlignment, ...] = (
     "matrix",
 )
 FALLBACK_OPTIMIZERS: dict[OptimizerName, OptimizerName] = {"muon": "adamw"}
+# states with the shape of the parameter, by the names that the optimizer gives them; sgd's with momentum only
+ELEMENT_STATES: dict[OptimizerName, tuple[str, ...]] = {
+    "sgd": ("momentum_buffer",),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adamw_bf16": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "lion_bf16": ("exp_avg",),
+    "muon": ("momentum",),
+}
 FULL_WIDTH_STATES = {"adamw": 2, "lion": 1, "muon": 1}  # states with the shape and dtype of the parameter
 BFLOAT16_STATES = {"adamw_bf16": 2, "lion_bf16": 1}  # states in two bytes each
 EIGHT_BIT_STATES = {"adamw_8bit": 2}  # states in one byte each, and a float32 scale per block
@@ -64,6 +73,12 @@ class ParamOptimizer:
     momentum: float
     lr: float
     weight_decay: float
+
+    @property
+    def element_states(self) -> tuple[str, ...]:
+        """The states with the shape of the parameter, by name; states of codes, or of rows, are none."""
+        has_none = self.optimizer == "sgd" and not self.momentum
+        return () if has_none else ELEMENT_STATES.get(self.optimizer, ())
 
 
 def matching_group(config: OptimizerConfig, name: str) -> ParamGroupConfig | None:

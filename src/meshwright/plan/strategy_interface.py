@@ -207,11 +207,15 @@ class Strategy(ABC):
         return None
 
     def on_sites(
-        self, job: Job, sites: "Sequence[Mapping[str, nn.Parameter]]"
-    ) -> Callable[[int], None] | None:
+        self,
+        job: Job,
+        sites: "Sequence[Mapping[str, nn.Parameter]]",
+        optimizers: "Sequence[torch.optim.Optimizer]",
+    ) -> "Callable[[int, Mapping[str, torch.Tensor]], None] | None":
         """Returns what this technique does after each step of ordinary loops, one for each site, with which
-        plans are compared: it is told the step, from 0, and changes the parameters of the `sites`, by name,
-        in place. None: it does not let sites train apart.
+        plans are compared: it is told the step, from 0, and what codes lost of the outer gradients of all
+        sites together, by name, and changes the parameters of the `sites`, by name, and the states of their
+        `optimizers`, in place. None: it does not let sites train apart.
 
         Called before the first step, when all sites have the initial values.
         """

@@ -82,7 +82,9 @@ def parity_job(job: Job) -> Job:
     """
     groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
     given = job.optimizer
-    momentum = 0.0 if given.name == "sgd" and not given.momentum else 0.5
+    is_plain = given.name == "sgd" and not any(group.name not in (None, "sgd") for group in given.groups)
+    has_momentum = given.momentum or any(group.momentum for group in given.groups)
+    momentum = 0.0 if is_plain and not has_momentum else 0.5
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=given.weight_decay, momentum=momentum, groups=groups)
     wide = PrecisionConfig("float64", "float64", "float64")
     return replace(job, precision=wide, optimizer=sgd, lr_schedule=LRScheduleConfig(), guard=LossGuard())

@@ -14,14 +14,16 @@ one process (engine/params/gathered_weights.py), and steps the exact weights.
 
 Where sites train apart and meet in rounds (local SGD, DiLoCo), the loop is played once for each site, one
 after the other, on its samples; what follows at the end of a round the technique says itself, in plain tensor
-operations on the parameters of all sites (`Strategy.on_sites`). Every rank is compared with its site.
+operations on the parameters and optimizers of all sites (`Strategy.on_sites`). Every rank is compared with
+its site.
 
 A plan with gradient compression steps with what its codes say. That is verified in two ways, to 1e-10: every
 sum equals what its technique defines (engine/step/observed_sums.py), and nothing is lost: what is applied +
 what is owed afterwards = the gradient of one device + what was owed before. For the second one the ranks
 train once beforehand and report what each step `lost`: the change of all they owe, or, where nothing is owed,
 what codes lost. The reference steps with its own gradient less that; every number of the ranks must equal it.
-Where momentum is added before codes, the reference has its own; the ranks report which of it ended.
+Where momentum is added before codes, the reference has its own; the ranks report which of it ended. Where
+codes carry outer gradients (DiLoCo), what is lost is left out of these, when a round ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,9 +66,9 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
     """
     plan = parity_case.single_device_plan
     sites = [_Site(parity_case, site) for site in range(parity_case.plan.num_sites)]
+    parameters, optimizers = [site.trainable for site in sites], [site.optimizer for site in sites]
     found = (
-        each.on_sites(parity_case.plan.job, [site.trainable for site in sites])
-        for each in parity_case.plan.strategies
+        each.on_sites(parity_case.plan.job, parameters, optimizers) for each in parity_case.plan.strategies
     )
     round_ends = [each for each in found if each is not None]
     samples = parity_case.batch_reader(plan, 0)
@@ -74,10 +76,14 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
         batch = samples(step)
         if batch is None:
             break
+        left_out = lost[step] if lost else None
+        of_round = left_out.lost if left_out and round_ends else {}
+        if left_out and round_ends:  # codes carry outer gradients, not those of a site
+            left_out = replace(left_out, lost={})
         for site in sites:
-            site.train_step(step, batch, lost[step] if lost else None)
+            site.train_step(step, batch, left_out)
         for end_step in round_ends:
-            end_step(step)
+            end_step(step, of_round)
         for site in sites:
             site.record_parameters()
     for site in sites:
@@ -103,8 +109,8 @@ class _Site:
             copied_values(subject.parameters),
             block_of={weight.name: weight.block_calls[0] for weight in self._model_spec.params},
         )
-        self._optimizer = _plain_sgd(self._job, subject)
-        self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self.optimizer = _plain_sgd(self._job, subject)
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         has_delay = parity_case.plan.sharding.tiers.delay
         self._update = _DelayedUpdate(self.trainable) if has_delay else _update
         found = (each.on_one_device(subject.module, self._model_spec) for each in parity_case.plan.strategies)
@@ -119,10 +125,10 @@ class _Site:
     def train_step(self, step: int, batch: Batch, lost: LostStep | None) -> None:
         """Trains a step on this site's samples of the global `batch`, and records it."""
         rounded = lost.rounded if lost else None
-        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * lr_factor(self._job.lr_schedule, step, self._job.train.steps)
         if self._replay is not None:
-            found = self._replay.step(self._optimizer, batch, step, rounded)
+            found = self._replay.step(self.optimizer, batch, step, rounded)
             self.reference.steps.append(replace(found, sum_error=lost.error if lost else 0.0))
             return
         rows = self._samples
@@ -136,7 +142,7 @@ class _Site:
         gradients = gradients_of(self._subject, missing)
         limit = self._job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(self.trainable.values()), limit)
-        self._update(self._optimizer, updates)
+        self._update(self.optimizer, updates)
         for end_step in self._step_ends:
             end_step(updates)
         module = self._subject.module
@@ -151,7 +157,7 @@ class _Site:
         self, step: int, batch: Batch, rows: Sequence[int] | None, rounded: RoundedValues | None
     ) -> tuple[float, float | None]:
         """Computes the gradients of `batch`, and returns its loss with codes of activations and without."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         if rows is not None and not rows:
             return 0.0, None
         parameters = self._subject.parameters

@@ -58,9 +58,9 @@ def site_plan(inner: str, rounds: RoundStrategy, **job: object) -> tuple[Analyze
     return analyzed, plan
 
 
-def check_plan(inner: str, rounds: RoundStrategy, steps: int = 5) -> None:
+def check_plan(inner: str, rounds: RoundStrategy, steps: int = 5, **job: object) -> None:
     """Fails unless the plan passes static checks, and every rank equals the definition of its technique."""
-    analyzed, plan = site_plan(inner, rounds)
+    analyzed, plan = site_plan(inner, rounds, **job)
     assert static_checks(plan) == []
     data = None if analyzed is ANALYZED else batches(1, NUM_SAMPLES)[0]
     verdict = verdict_of(case_of(analyzed, plan, data), steps)

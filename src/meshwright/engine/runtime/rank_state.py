@@ -284,6 +284,7 @@ class RankState:
 
     def __post_init__(self) -> None:
         self._sends: dict[str, Work] = {}
+        self._lent: dict[str, tuple[Operand, Mapping[str, torch.Tensor]]] = {}  # by collective, in a step
         self.copies = DeviceCopies(self.world.device)
         self.host_memory = HostMemory(self.world.device, self.world.ledger)
         self.step = StepState.on_device(self.world.device)
@@ -292,6 +293,7 @@ class RankState:
         """Begins step `number`, whatever the last one, which may have failed, has left."""
         self.works.clear()
         self._sends.clear()
+        self._lent.clear()
         self.step = StepState.on_device(self.world.device, self.num_load_counts)
         self.step.number = number
 
@@ -299,14 +301,25 @@ class RankState:
         """Frees the samples, activations and messages of the step; its numbers stay."""
         self.works.clear()
         self._sends.clear()
+        self._lent.clear()
         self.step.free()
+
+    def lend_operand(self, name: str, flat: torch.Tensor, by_param: Mapping[str, torch.Tensor]) -> None:
+        """Makes `flat` the operand, in place, of the collective of the action `name` in this step.
+
+        `by_param` are flat views of it, by parameter, without padding.
+        """
+        self._lent[name] = Operand.in_place(flat), by_param
 
     def operand(self, action: Action) -> Operand:
         """Returns the tensors that the collective of `action` reads and writes.
 
-        The shard and the full tensor of a flat parameter, its packed gradients and their shard, a bucket, one
-        parameter's gradient, or the range of a bucket in which the gradients of `action.tensors` lie.
+        What a strategy has lent; else the shard and the full tensor of a flat parameter, its packed gradients
+        and their shard, a bucket, one parameter's gradient, or the range of a bucket in which the gradients
+        of `action.tensors` lie.
         """
+        if action.name in self._lent:
+            return self._lent[action.name][0]
         if action.tensors and self.flat_params.is_flattened(action.tensors[0]):
             return self.flat_params.operand(action)
         if action.subject in self.buckets:
@@ -320,6 +333,8 @@ class RankState:
 
     def operand_by_param(self, action: Action) -> dict[str, torch.Tensor]:
         """Returns flat views of what the collective of `action` reads, by parameter; padding is left out."""
+        if action.name in self._lent:
+            return dict(self._lent[action.name][1])
         flat = self.operand(action).input.view(-1)
         if self.flat_params.is_flattened(action.tensors[0]):
             return self.flat_params.views_by_param(action.tensors[0], flat)

@@ -15,6 +15,10 @@ Which axis: by default the outermost of those along which gradients are summed, 
 slowest. Behind an exact reduce-scatter within a host, over its other axes (`zero` with `replicate_axis`), a
 residual has 4 bytes / n per parameter; where all ranks code whole gradients it has 4.
 
+Between sites that meet in rounds (diloco), with axis = "outer", codes carry the outer gradients: once per
+round, OUTER_REDUCE in place of REDUCE, and the residual waits for the next round. Gradients inside a site are
+summed exactly.
+
 Which parameters: those that match one of `params` and have at least `min_numel` elements. They get buckets
 and flat parameters of their own; all others are summed as before. Gradients that are summed along other axes
 too, one after the other (tied over pipeline stages, norms under sequence parallelism), stay exact. The first
@@ -48,7 +52,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, in_mesh_order
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, ROUND_AXES, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -58,7 +62,8 @@ from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 from meshwright.plan.strategy_state import StateSpec, local_state_nbytes
 
-SUMS = ("all_reduce", "reduce_scatter")  # of REDUCE; a reduce to one rank is none
+CODED_KINDS = ("REDUCE", "OUTER_REDUCE")  # sums of gradients, and of outer gradients
+SUMS = ("all_reduce", "reduce_scatter")  # of them; a reduce to one rank is none
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class GradientCompression(Strategy):
     name: ClassVar[str] = "compress"
     phase: ClassVar[StrategyPhase] = "comm"
     exact: ClassVar[bool] = False
-    axis: str = field(default="", metadata=one_of("", *GRAD_SUM_AXES))
+    axis: str = field(default="", metadata=one_of("", *GRAD_SUM_AXES, *ROUND_AXES))
     params: tuple[str, ...] = ()
     min_numel: int = field(default=0, metadata=at_least(0))
     exact_steps: int = field(default=0, metadata=at_least(0))
@@ -121,7 +126,11 @@ class GradientCompression(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, names = f"strategies.{self.name}", [each.name for each in sharding.model_spec.params]
-        if self.axis and self.axis not in sharding.grad_sum_axes:
+        if self.axis in ROUND_AXES and self.axis not in sharding.varying_axes:
+            text = f"no sites meet along {self.axis}"
+            fix = "list diloco before compress, and set the number of sites in the mesh"
+            yield Diagnostic(text, fix, f"{location}.axis")
+        elif self.axis and self.axis not in (*sharding.grad_sum_axes, *ROUND_AXES):
             text = f"no gradient is summed along {self.axis}"
             summed = [axis for axis in sharding.grad_sum_axes if sharding.mesh.size(axis) > 1]
             fix = f"choose one of: {', '.join(summed)}" if summed else "remove compress"
@@ -133,7 +142,11 @@ class GradientCompression(Strategy):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, axis = f"strategies.{self.name}", self._axis(sharding)
-        if sharding.primary_rank_axes:
+        if sharding.varying_axes and axis not in sharding.varying_axes:
+            text = "the sums of gradients inside sites that train apart, which verify cannot compare yet"
+            fix = f'set axis = "{sharding.varying_axes[0]}": outer gradients (diloco), or remove compress'
+            yield Diagnostic(text, fix, f"{location}.axis")
+        elif sharding.primary_rank_axes:
             text = "data_parallel_master sums gradients on one rank, and codes are summed by all ranks"
             yield Diagnostic(text, 'use the strategy "ddp" in its place, or remove compress', location)
         elif sharding.mesh.size(axis) > 1 and not any(
@@ -152,6 +165,11 @@ class GradientCompression(Strategy):
             text = "each microbatch is an update of its own, and verify cannot compare codes of such sums yet"
             fix = "use another schedule (1f1b), or remove compress"
             raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
+        coded = [each for role in program.roles for each in role.actions if self.codes(each, view.plan)]
+        if self.axis in ROUND_AXES and not coded:
+            text = f"nothing that is summed along {self.axis} is a gradient: local_sgd averages parameters"
+            fix = "use diloco (outer_lr = 1 and outer_momentum = 0 is local SGD), or remove compress"
+            raise PlanError(text, fix=fix, location=f"strategies.{self.name}.axis")
         return program.edit(lambda actions: self._compress(actions, view, job))
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
@@ -171,7 +189,8 @@ class GradientCompression(Strategy):
         plan = runtime.state.plan
         coded = [each for each in plan.actions if self.codes(each, plan.sharding)]
         sums = CodedSums(runtime, self, coded, may_skip=leaves_steps_out(plan.job))
-        runtime.wrap("REDUCE", sums.wrap_reduce)
+        for kind in dict.fromkeys(each.kind for each in coded):
+            runtime.wrap(kind, sums.wrap_reduce)
         runtime.wrap("STEP", sums.wrap_step)
         return {}
 
@@ -179,7 +198,7 @@ class GradientCompression(Strategy):
         """Returns whether this strategy carries the sum of `action`."""
         transfer, axis = action.transfer, self._axis(sharding)
         return (
-            action.kind == "REDUCE"
+            action.kind in CODED_KINDS
             and transfer is not None
             and transfer.collective in SUMS
             and (axis in transfer.axes or self.codes_replicas(action, sharding))
@@ -201,7 +220,7 @@ class GradientCompression(Strategy):
         reductions, axis = each.grad_reductions(), self._axis(sharding)
         return (
             each.param.trainable
-            and axis in reductions
+            and (axis in reductions or axis in sharding.varying_axes)
             and sharding.mesh.size(axis) > 1
             and set(reductions) <= set(sharding.grad_sum_axes)
             and each.param.numel >= self.min_numel
@@ -212,8 +231,11 @@ class GradientCompression(Strategy):
         """Returns the layout of what is owed to a parameter.
 
         Each rank holds a summand along the axes over which its gradient is still partial, and a shard where
-        it is summed as one.
+        it is summed as one. Of an outer gradient, each site holds a summand.
         """
+        if self.axis in ROUND_AXES:
+            layout = Layout().with_placement(self.axis, P)
+            return layout.with_placement(each.flat_shard_axes, S(FLAT))
         summed, sliced = set(each.grad_reductions()), each.flat_shard_axes
         if self._axis(sharding) in sliced or not sliced:
             return Layout().with_placement(in_mesh_order(summed), P)
@@ -225,6 +247,8 @@ class GradientCompression(Strategy):
         the gradients of other samples.
         """
         sliced, reduced = set(each.flat_shard_axes), set(each.grad_reductions())
+        if self.axis in ROUND_AXES:
+            return in_mesh_order(sliced | each.sliced_dims.keys())
         summed = sliced if self._axis(sharding) in sliced else reduced - sliced
         return in_mesh_order((reduced | sliced | each.sliced_dims.keys()) - summed)
 

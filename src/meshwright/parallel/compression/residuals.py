@@ -244,7 +244,7 @@ class CodedSums:
         before, after = self._states_of(by_param, action)
         begins = frozenset(by_param).difference(self._begun) if after else frozenset()
         self._begun |= begins
-        counts = bool(state.token_counter.loss_weight(action.microbatch))
+        counts = self._counts(action)
         coded_sum, kept = self._sums[action.name], _residuals(after)
         sums_replicas = action.name in self._replica_sums
         if sums_replicas:  # of the residual of a whole gradient, what lies in this shard
@@ -267,6 +267,10 @@ class CodedSums:
             begins=begins,
         )
 
+    def _counts(self, action: Action) -> bool:
+        """Returns whether anything counts in what `action` sums; a round always does."""
+        return action.period is not None or bool(self._state.token_counter.loss_weight(action.microbatch))
+
     def _states_of(
         self, names: Iterable[str], action: Action
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
@@ -278,7 +282,7 @@ class CodedSums:
         for name in names:
             states = self._states.get(name, {})
             before |= self._pending.get(name, states)
-            if not state.token_counter.loss_weight(action.microbatch):
+            if not self._counts(action):
                 continue
             if self._may_skip and name not in self._pending:
                 self._pending[name] = {key: torch.empty_like(each) for key, each in states.items()}

@@ -1,7 +1,9 @@
 """Runs the averages of a rank, and the sums of what was counted in a round.
 
-    AVERAGE(group)     stepped tensors -> one flat tensor -> all_reduce over the sites
+    PACK_ROUND(group)  stepped tensors -> one flat tensor -> what the technique sends of it, in its place
                        a shard of a flat parameter in float32 or wider is that tensor itself
+                       optimizer states that are averaged, too, lie behind: parameters | exp_avg | exp_avg_sq
+    AVERAGE(group)     all_reduce over the sites; of outer gradients OUTER_REDUCE, which codes may carry
     END_ROUND(group)   / k -> what the technique makes of the mean -> stepped tensors -> parameters
 
 Every site receives the same bits, does the same with them, and so goes on with equal parameters. The totals
@@ -9,30 +11,48 @@ of a round are summands of the sites (P), so that they survive a checkpoint in i
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 TOTALS = "totals"  # of the round so far: loss, loss weight, samples, tokens
-EndRound = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
+ChangeInPlace = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class RoundRule:
+    """What a technique does with each parameter, by name, flat and in place: `begin` makes of what was
+    stepped what `sum_kind` sums over the sites along `axis`, `end` of the mean what all sites go on with.
+
+    `averaged_states` are the names of the optimizer states of each parameter that become their mean.
+    """
+
+    axis: str
+    sum_kind: str
+    begin: ChangeInPlace
+    end: ChangeInPlace
+    averaged_states: Mapping[str, tuple[str, ...]]
 
 
 class RoundAverages:
-    """The averages of one rank over the sites along `axis`; `end_round(name, mean, kept)` makes of the mean
-    of a parameter, in place, what all sites go on with.
-    """
+    """The averages of one rank over the sites, by `rule`."""
 
-    def __init__(self, runtime: Runtime, end_round: EndRound, axis: str) -> None:
-        self._state, self._kept, self._end_round = runtime.state, runtime.tensors, end_round
-        self._num_sites = runtime.state.plan.mesh.size(axis)
+    def __init__(self, runtime: Runtime, rule: RoundRule) -> None:
+        self._state, self._kept, self._rule = runtime.state, runtime.tensors, rule
+        self._num_sites = runtime.state.plan.mesh.size(rule.axis)
+        sums = (each for each in runtime.state.plan.actions if each.kind == rule.sum_kind)
+        self._sums = {each.subject: each for each in sums}  # by parameter group
         self._under_way: dict[str, torch.Tensor] = {}  # by parameter group
         self._stop = False  # any rank of this site has asked to stop in this round
         self.handlers: dict[str, Handler] = {
             "ROUND_TOTALS": self.add_totals,
             "ROUND_SUM": self.sum_totals,
-            "AVERAGE": self.average,
+            "PACK_ROUND": self.pack_round,
+            rule.sum_kind: runtime.state.start_collective,
             "END_ROUND": self.end_round,
         }
 
@@ -53,27 +73,41 @@ class RoundAverages:
         self._state.start_collective(action, message)
         self._state.step.round_totals = message
 
-    def average(self, action: Action) -> None:
-        """Starts the sum of what the parameters of a group were stepped to."""
+    @torch.no_grad()
+    def pack_round(self, action: Action) -> None:
+        """Makes the message of a group: what its parameters were stepped to, or what is sent of that, and
+        optimizer states.
+        """
         stepped = self._stepped(action)
-        if action.allocations and action.transfer is not None:
-            (allocation,), dtype = action.allocations, getattr(torch, action.transfer.dtype)
+        total = self._sums[action.subject]
+        if action.allocations and total.transfer is not None:
+            (allocation,), dtype = action.allocations, getattr(torch, total.transfer.dtype)
             buffer = self._state.flat_params.buffer(allocation.name, allocation.nbytes, dtype)
-            values = buffer[: sum(each.numel() for each in stepped)]
-            for place, each in _places(values, stepped):
+            values = buffer[: total.transfer.nbytes // dtype.itemsize]
+            numel = sum(each.numel() for each in stepped)
+            for place, each in _places(values[:numel], stepped):
+                place.copy_(each)
+            values[numel:].zero_()
+            for place, each in self._states(action, values):
                 place.copy_(each)
         else:
             (values,) = stepped
+        parts = self._parts(action, values[: sum(each.numel() for each in stepped)])
+        for name, part in parts.items():
+            self._rule.begin(name, part, self._kept)
         self._under_way[action.subject] = values
-        self._state.start_collective(action, values)
+        self._state.lend_operand(total.name, values, parts)
 
     @torch.no_grad()
     def end_round(self, action: Action) -> None:
         """Makes the mean, or what the technique makes of it, the parameters of a group."""
         mean, stepped = self._under_way.pop(action.subject).div_(self._num_sites), self._stepped(action)
-        for name, part in self._parts(action, mean).items():
-            self._end_round(name, part, self._kept)
-        for place, each in _places(mean, stepped) if action.frees else ():
+        params = mean[: sum(each.numel() for each in stepped)]
+        for name, part in self._parts(action, params).items():
+            self._rule.end(name, part, self._kept)
+        for place, each in _places(params, stepped) if action.frees else ():
+            each.copy_(place)
+        for place, each in self._states(action, mean):
             each.copy_(place)
         flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
         if flat_param is None:
@@ -90,6 +124,27 @@ class RoundAverages:
         stepped = flat_params.optimizer_params()
         return [stepped[name].data for name in action.tensors]
 
+    def _states(self, action: Action, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the places of optimizer states in the message `flat`, behind the parameters, each in the
+        shape of its state, and the states. A site that has not updated yet has none.
+
+        Raises PlanError for an optimizer that keeps others.
+        """
+        params, optimizers = self._state.flat_params.optimizer_params(), self._state.optimizers
+        numel = sum(each.numel() for each in self._stepped(action))
+        blocks = flat.split(numel)[1:]
+        for number, block in enumerate(blocks):
+            for name, place in self._parts(action, block).items():
+                if name not in params:  # this rank steps none of it
+                    continue
+                parameter, keys = params[name], self._rule.averaged_states[name]
+                of_site = next((each.state[parameter] for each in optimizers if parameter in each.state), {})
+                if not of_site:
+                    continue
+                _check_states(name, keys, parameter, of_site)
+                if number < len(keys):
+                    yield place.view(parameter.shape), of_site[keys[number]]
+
     def _parts(self, action: Action, mean: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the place of each parameter in the flat `mean` of its group."""
         flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
@@ -97,6 +152,18 @@ class RoundAverages:
             return {each.name: mean[each.in_shard] for each in flat_param.param_shards}
         numels = [self._state.trained_module.parameters[name].numel() for name in action.tensors]
         return dict(zip(action.tensors, mean.split(numels), strict=True))
+
+
+def _check_states(
+    name: str, keys: tuple[str, ...], parameter: torch.Tensor, states: Mapping[str, object]
+) -> None:
+    tensors = {key: each for key, each in states.items() if isinstance(each, torch.Tensor)}
+    found = {key for key, each in tensors.items() if each.shape == parameter.shape and each.dim()}
+    if found.difference(keys) or not set(keys) <= tensors.keys():
+        text = f"the optimizer keeps {', '.join(sorted(found)) or 'no state'} of {name}, element by element, "
+        text += f"and the plan averages {', '.join(keys)}"
+        fix = 'name the optimizer in the job (optimizer.name), or set optimizer_states = "own"'
+        raise PlanError(text, fix=fix, location="strategies.local_sgd.optimizer_states")
 
 
 def _places(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,15 +7,18 @@ common start. A *site* is all ranks at one index along `outer`; inside it any pl
     batch        axis `outer` splits the samples of the global batch: each site has batch / k of them
     gradients    summed inside a site only; the loss of a site is divided by what counts in its own samples
     parameters   V along `outer`: each site has its own, until a round ends. V is left by a mean alone
-    optimizer    each site steps its own states, which stay its own (V) beyond the round
+    optimizer    each site steps its own states, which stay its own (V) beyond the round, unless local SGD
+                 averages them with the parameters: the message of a group is then parameters, states
 
     site 0   F B STEP TOTALS   F B STEP TOTALS   F B STEP TOTALS  AVERAGE(1) AVERAGE(2) END_ROUND(1) ...
     site 1   F B STEP TOTALS   F B STEP TOTALS   F B STEP TOTALS  AVERAGE(1) AVERAGE(2) END_ROUND(1) ...
-             <----------------- a round of H = 3 steps -----------------------------------------------> rank
+             <----------------- a round of H = 3 steps ----------------------------------------------->
 
     ROUND_TOTALS   adds loss, loss weight, samples and tokens of the step to those of the round; each step
     ROUND_SUM      sums them over the sites, with the wishes to stop                        end of a round
-    AVERAGE        all-reduces what STEP has stepped: masters, shards or parameters, float32 at least
+    PACK_ROUND     copies what STEP has stepped: masters, shards or parameters, float32 at least; or makes
+                   of it what the technique sends
+    AVERAGE        all-reduces it; OUTER_REDUCE is the name for outer gradients, which codes may carry
     END_ROUND      divides by k, and makes the mean (local SGD), or what follows from it (DiLoCo), the
                    parameters; the averages of two parameter groups are under way at once
 
@@ -45,15 +48,15 @@ SGD Converges Fast and Communicates Little", arXiv 1805.09767.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages
+from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages, RoundRule
 from meshwright.plan.hardware.memory_tiers import ON_DEVICE
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.sharding.mesh import ROUND_AXES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
@@ -76,6 +79,7 @@ class RoundStrategy(Strategy):
 
     phase: ClassVar[StrategyPhase] = "comm"  # behind what stores parameters: that is averaged
     exact: ClassVar[bool] = False
+    sum_kind: ClassVar[str] = "AVERAGE"  # of the actions that sum over the sites
     axis: str = field(default="outer", metadata=one_of(*ROUND_AXES))
     sync_every: int = field(default=16, metadata=at_least(1, EVERY_FIX))
 
@@ -83,12 +87,22 @@ class RoundStrategy(Strategy):
     def period(self, job: Job) -> Period:
         """Returns the rounds of a run of `job`."""
 
+    def begin_average(self, name: str, stepped: "torch.Tensor", kept: "Mapping[str, torch.Tensor]") -> None:
+        """Makes of the flat `stepped` values, in place, what is averaged; by default themselves.
+
+        `name` and `kept` as for `end_round`.
+        """
+
     @abstractmethod
     def end_round(self, name: str, mean: "torch.Tensor", kept: "Mapping[str, torch.Tensor]") -> None:
         """Makes of the flat `mean` over the sites, in place, what all sites go on with.
 
         `name` is the parameter, or this rank's part of it; `kept` are the tensors of `states`, by key.
         """
+
+    def averaged_states(self, job: Job, param: ParamSpec) -> tuple[str, ...]:
+        """Returns the names of the optimizer states of `param` that become their mean with it; none."""
+        return ()
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where, num_sites = f"strategies.{self.name}", sharding.mesh.size(self.axis)
@@ -140,11 +154,6 @@ class RoundStrategy(Strategy):
             text = f"one rank steps the whole matrix {owned[0]}, of which the others hold parts"
             fix = 'use "ddp" inside a site, or an optimizer that steps elements ("adamw")'
             yield Diagnostic(text, fix, where)
-        if sharding.compressed_params:
-            text = (
-                "compress keeps what codes lose of the gradients of one site, which verify cannot yet compare"
-            )
-            yield Diagnostic(text, f"remove compress, or {self.name}", where)
         norms = [call.name for call in model_spec.batch_norm_calls if call.has_running_stats]
         if norms:
             text = f"the running statistics of {len(norms)} batch norms ({norms[0]}...) differ between sites"
@@ -172,7 +181,10 @@ class RoundStrategy(Strategy):
         yield StateSpec(TOTALS, (4,), dtype="float64", layout=Layout().with_placement(self.axis, P))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return RoundAverages(runtime, self.end_round, self.axis).handlers
+        plan = runtime.state.plan
+        averaged = {param.name: self.averaged_states(plan.job, param) for param in plan.model_spec.trainable}
+        rule = RoundRule(self.axis, self.sum_kind, self.begin_average, self.end_round, averaged)
+        return RoundAverages(runtime, rule).handlers
 
     def _round_actions(self, actions: Sequence[Action], view: RankView, job: Job) -> Iterator[Action]:
         period = self.period(job)
@@ -183,22 +195,34 @@ class RoundStrategy(Strategy):
         yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
         steps = tuple(action.name for action in actions if action.kind == "STEP")
         averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
-        averages = _with_buffers(averages, [_is_in_place(group, view, job) for group in view.param_groups])
-        for number, average in enumerate(averages):  # while one travels, the one before is written back
-            yield average
+        in_place = [self._is_in_place(group, view, job) for group in view.param_groups]
+        averages = list(zip(_packs(averages, in_place), averages, strict=True))
+        for number, (pack, average) in enumerate(averages):
+            yield from (pack, average)  # while it travels, the one before is written back
             if number:
-                yield _end_of(averages[number - 1])
+                yield _end_of(*averages[number - 1])
         if averages:
-            yield _end_of(averages[-1])
+            yield _end_of(*averages[-1])
 
     def _average(
         self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
     ) -> Action:
         dtype = averaged_dtype(job)
         flat = view.flat_param_specs.get(group.name)
-        nbytes = (group.numel if flat is None else flat.shard_numel) * FLOAT_NBYTES[dtype]
+        numel = group.numel if flat is None else flat.shard_numel
+        nbytes = (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[dtype]
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
-        return Action("AVERAGE", group.name, None, "comm", steps, group.names, transfer, period=period)
+        waits = (*steps, f"PACK_ROUND({group.name})")
+        return Action(self.sum_kind, group.name, None, "comm", waits, group.names, transfer, period=period)
+
+    def _num_states(self, group: ParamGroup, job: Job) -> int:
+        """Returns the most states of a parameter of `group` that become their mean."""
+        return max(len(self.averaged_states(job, param)) for param in group.params)
+
+    def _is_in_place(self, group: ParamGroup, view: RankView, job: Job) -> bool:
+        """Returns whether what is averaged of `group` is one flat tensor of the dtype of its average."""
+        is_flat = group.name in view.flat_param_specs and not self._num_states(group, job)
+        return is_flat and job.precision.roles["master"] == averaged_dtype(job)
 
 
 def averaged_dtype(job: Job) -> str:
@@ -209,30 +233,32 @@ def averaged_dtype(job: Job) -> str:
     return master if FLOAT_NBYTES[master] >= FLOAT_NBYTES["float32"] else "float32"
 
 
-def _is_in_place(group: ParamGroup, view: RankView, job: Job) -> bool:
-    """Returns whether what is stepped of `group` is one flat tensor of the dtype of its average."""
-    return group.name in view.flat_param_specs and job.precision.roles["master"] == averaged_dtype(job)
-
-
-def _with_buffers(averages: Sequence[Action], in_place: Sequence[bool]) -> list[Action]:
-    """Returns `averages` with two buffers that they use in turn, each as large as the largest needs it."""
+def _packs(averages: Sequence[Action], in_place: Sequence[bool]) -> Iterator[Action]:
+    """Yields what makes the messages of `averages`, in two buffers in turn, each as large as the largest
+    message in it.
+    """
     sizes = [
         0 if is_free or each.transfer is None else each.transfer.nbytes
         for each, is_free in zip(averages, in_place, strict=True)
     ]
-    edited = []
     for number, average in enumerate(averages):
         buffer = Allocation(f"mean({number % 2})", max(sizes[number % 2 :: 2]))
-        edited.append(average if in_place[number] else replace(average, allocations=(buffer,)))
-    return edited
+        yield Action(
+            "PACK_ROUND",
+            average.subject,
+            waits=average.waits[:-1],
+            tensors=average.tensors,
+            allocations=() if in_place[number] else (buffer,),
+            period=average.period,
+        )
 
 
-def _end_of(average: Action) -> Action:
+def _end_of(pack: Action, average: Action) -> Action:
     return Action(
         "END_ROUND",
         average.subject,
         waits=(average.name,),
         tensors=average.tensors,
-        frees=tuple(each.name for each in average.allocations),
+        frees=tuple(each.name for each in pack.allocations),
         period=average.period,
     )

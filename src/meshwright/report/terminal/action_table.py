@@ -94,7 +94,9 @@ KIND_TEXTS = {
     "NOISE_SCALE": "estimate the gradient noise scale",
     "ROUND_TOTALS": "add loss and counts of the step to those of the round",
     "ROUND_SUM": "sum loss and counts of the round over the sites",
-    "AVERAGE": "sum parameters over the sites",
+    "PACK_ROUND": "copy what sites average into one buffer, or make outer gradients of it",
+    "OUTER_REDUCE": "sum outer gradients over the sites",
+    "AVERAGE": "sum what sites average: parameters, and states if so chosen",
     "END_ROUND": "what sites go on with, made of the mean",
 }
 
@@ -104,7 +106,7 @@ KINDS_WITH_SUBJECT = (
     *("OFFLOAD_GRAD", "FETCH_STATES", "STEP", "OFFLOAD_STATES", "FETCH_PARAM"),
     *("READ_STATES", "WRITE_STATES", "READ_PARAM", "WRITE_PARAM"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
-    *("AVERAGE", "END_ROUND"),
+    *("PACK_ROUND", "AVERAGE", "OUTER_REDUCE", "END_ROUND"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
 

@@ -61,7 +61,7 @@ SENT_TEXTS = {
     **dict.fromkeys(("B", "I", "W", "SEND_GRAD", "CONCAT_GRAD"), "activation grads"),
     **dict.fromkeys(("GATHER", "SCATTER"), "samples"),
     **dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM", "GLOBAL_NORM", "REDUCE_SQNORM"), "counts, loss, norm"),
-    **{"AVERAGE": "parameters of sites", "ROUND_SUM": "counts of rounds"},
+    **{"AVERAGE": "averages of sites", "OUTER_REDUCE": "outer gradients", "ROUND_SUM": "counts of rounds"},
     "BATCH_SUM": "tokens per expert",
     "LOSS": "loss",
     "BROADCAST": "broadcast",

@@ -51,6 +51,7 @@ from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import Constraint, at_least, below_one
 from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import ROUND_AXES
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_state import StateSpec
@@ -84,6 +85,10 @@ class TopKCompression(SlicedCodec):
         if not self.error_feedback:
             text = "error_feedback = False with topk: small elements would never be applied"
             yield Diagnostic(text, 'remove it, or use mode = "int8"', f"{location}.error_feedback")
+        if self.axis in ROUND_AXES and (self.momentum or self.local_clip):
+            text = "momentum and local_clip are of gradients, and what sites send is an outer gradient"
+            fix = "set momentum = 0 and local_clip = 0: diloco has outer_momentum, train.clip is of each site"
+            yield Diagnostic(text, fix, f"{location}.axis")
         if not self.momentum:
             return
         rules = {job.optimizer.name, *(group.name for group in job.optimizer.groups if group.name)}
