@@ -186,7 +186,7 @@ def test_an_axis_named_dp_is_refused_with_the_two_axes_of_data_parallelism(confi
     assert "--mesh.dp: there is no axis 'dp'" in err
     folded = " ".join(err.split())
     assert "data parallelism is dp_replicate (DDP: full copies) or dp_shard (ZeRO, FSDP: shards)" in folded
-    assert "the axes are outer, pp, dp_replicate, dp_shard, ep, cp, tp_depth, tp" in folded
+    assert "the axes are outer, site, pp, dp_replicate, dp_shard, ep, cp, tp_depth, tp" in folded
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest(config, say):

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.sharding.mesh import AXES, axes_with
+from meshwright.plan.sharding.mesh import AXES, ROUND_AXES, axes_with
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy
 
 EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
         "outer": 'for sites that meet in rounds: "local_sgd" or "diloco"',
+        "site": 'for sites of a data centre that meet more often: "local_sgd" with axis = "site"',
         "pp": 'for runs of layers: "pipeline"',
         "ep": 'for a mixture of experts: "expert_parallel" and "batch_split" with axis = "ep"',
         "cp": 'for tokens of a sample: "ring"',
@@ -72,10 +73,11 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
         yield Diagnostic(f"{name} is listed twice", "remove one", "strategies")
-    by_name: dict[str, list[str]] = {}
+    by_name: dict[tuple[str, str], list[str]] = {}
     for strategy in dict.fromkeys(each for each in strategies if each.phase == "comm"):
-        by_name.setdefault(strategy.name, []).append(str(strategy))
-    for name, options in by_name.items():
+        axis = strategy.as_dict().get("axis", "")
+        by_name.setdefault((strategy.name, axis if axis in ROUND_AXES else ""), []).append(str(strategy))
+    for (name, _), options in by_name.items():
         if len(options) > 1:
             text = f"{name} is listed twice, with other options: {'; '.join(options)}"
             yield Diagnostic(text, "keep one of them", "strategies")

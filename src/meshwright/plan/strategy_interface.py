@@ -102,6 +102,20 @@ class ObservedCodes:
 
 
 @dataclass(frozen=True)
+class SiteLoop:
+    """The ordinary loop of one site, with which a plan of several sites is compared: its trained parameters,
+    by name, the optimizer that steps them, and the index of the site along each axis of sites.
+    """
+
+    parameters: "Mapping[str, nn.Parameter]"
+    optimizer: "torch.optim.Optimizer"
+    index: Mapping[str, int]
+
+
+EndStep = Callable[[int, "Mapping[str, torch.Tensor]"], None]  # of a step, and what codes lost
+
+
+@dataclass(frozen=True)
 class Runtime:
     """The parts of the engine that strategies may use on a running rank, made for its own plan.
 
@@ -206,16 +220,10 @@ class Strategy(ABC):
         """
         return None
 
-    def on_sites(
-        self,
-        job: Job,
-        sites: "Sequence[Mapping[str, nn.Parameter]]",
-        optimizers: "Sequence[torch.optim.Optimizer]",
-    ) -> "Callable[[int, Mapping[str, torch.Tensor]], None] | None":
+    def on_sites(self, job: Job, sites: "Sequence[SiteLoop]") -> "EndStep | None":
         """Returns what this technique does after each step of ordinary loops, one for each site, with which
         plans are compared: it is told the step, from 0, and what codes lost of the outer gradients of all
-        sites together, by name, and changes the parameters of the `sites`, by name, and the states of their
-        `optimizers`, in place. None: it does not let sites train apart.
+        sites together, by name, and changes the `sites` in place. None: it does not let sites train apart.
 
         Called before the first step, when all sites have the initial values.
         """

@@ -21,7 +21,7 @@ copies within a rank takes transfers without messages, and no other stream does.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, zip_longest
 from types import MappingProxyType
 
@@ -184,23 +184,39 @@ def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         absent = at_ends.intersection(action.waits) if action.period is None else ()
         for wait in sorted(absent):
             yield f"{action.name} runs in every step and waits for {wait}, which runs at the end of a round"
-    periods = {action.period for action in actions if action.period is not None}
-    if len(periods) > 1:
-        yield f"actions have {len(periods)} different periods: the parameters of a round would never be equal"
-    for axis in plan.sharding.varying_axes:
-        yield from _check_averages(plan, actions, axis)
+    longest = plan.program.period
+    for period in plan.program.periods if longest is not None else ():
+        step = None if longest is None else longest.first_end_outside(period)
+        if step is not None:
+            yield f"step {step + 1} ends a round of all sites, and none of {period.num_steps} steps in it"
+    before = defaultdict[str, list[str]](list)  # what has changed each parameter
+    for action in actions:
+        for name in action.tensors if action.kind == "STEP" else ():
+            before[name].append(action.name)
+    for axis in reversed(plan.sharding.varying_axes):  # sites of a data centre meet first
+        averages = _averages(actions, axis)
+        yield from _check_averages(plan, actions, axis, before)
+        for name, found in averages.items():
+            before[name] += [average.name for average in found]
 
 
-def _check_averages(plan: RankPlan, actions: Sequence[Action], axis: str) -> Iterator[str]:
-    averages, steps = defaultdict[str, list[Action]](list), defaultdict[str, list[str]](list)
+def _averages(actions: Sequence[Action], axis: str) -> Mapping[str, list[Action]]:
+    averages = defaultdict[str, list[Action]](list)
     for action in actions:
         transfer = action.transfer
         if transfer is not None and axis in transfer.axes and transfer.collective == AVERAGES["V", "I"]:
             for name in action.tensors:
                 averages[name].append(action)
-        if action.kind == "STEP":
-            for name in action.tensors:
-                steps[name].append(action.name)
+    return averages
+
+
+def _check_averages(
+    plan: RankPlan, actions: Sequence[Action], axis: str, before: Mapping[str, list[str]]
+) -> Iterator[str]:
+    averages = _averages(actions, axis)
+    periods = {average.period for found in averages.values() for average in found}
+    if len(periods) > 1:
+        yield f"averages over {axis} have {len(periods)} different periods: parameters would never be equal"
     checked: set[str] = set()
     for param in plan.view.model_spec.trainable:
         found = averages[param.name]
@@ -212,6 +228,7 @@ def _check_averages(plan: RankPlan, actions: Sequence[Action], axis: str) -> Ite
         if average.period is None:
             yield f"{average.name} averages {param.name} over {axis} in every step: it has no period"
         elif average.name not in checked:
-            if not transitive_waits(actions, average).issuperset(steps[param.name]):
-                yield f"{average.name} averages {param.name} before STEP has changed it"
+            missing = set(before[param.name]) - transitive_waits(actions, average)
+            if missing:
+                yield f"{average.name} averages {param.name} before {min(missing)} has changed it"
             checked.add(average.name)

@@ -107,7 +107,6 @@ class PlannedMessages:
         self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}
         self._last_batch_plans: dict[tuple[frozenset, int], Plan] = {}  # with smaller microbatches
         self._first_coded_step = parity_case.plan.program.first_coded_step
-        self._period = parity_case.plan.program.period
 
     def messages(self, report: "RankReport") -> Iterator[tuple[int, Message]]:
         """Yields the messages of the rank of `report`, each with its step."""
@@ -120,8 +119,8 @@ class PlannedMessages:
             microbatches = report.microbatch_shapes[step] if report.microbatch_shapes else ()
             for shapes in set(microbatches) - plans_by_shapes.keys():
                 plans_by_shapes[shapes] = self._plan_for_shapes(report.rank, step, shapes)
-            ends_round = self._period is not None and self._period.ends_with(step)
-            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step), ends_round
+            ends = self._parity_case.plan.program.ends(step)
+            key = microbatches, tuple(counts.items()), min(step, self._first_coded_step), ends
             if key not in known_messages:
                 known_messages[key] = planned_messages(
                     actual, [plans_by_shapes[shapes] for shapes in microbatches], counts, step

@@ -40,6 +40,7 @@ from meshwright.model.pipeline.rounded_values import RoundedValues
 from meshwright.model.recording.expert_choices import ChoiceRecorder
 from meshwright.plan.job.job import Job
 from meshwright.plan.step.single_device_program import stepped_microbatches as alone
+from meshwright.plan.strategy_interface import SiteLoop
 from meshwright.verifier.one_device.loss_and_gradients import (
     backward,
     copied_values,
@@ -66,10 +67,8 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
     """
     plan = parity_case.single_device_plan
     sites = [_Site(parity_case, site) for site in range(parity_case.plan.num_sites)]
-    parameters, optimizers = [site.trainable for site in sites], [site.optimizer for site in sites]
-    found = (
-        each.on_sites(parity_case.plan.job, parameters, optimizers) for each in parity_case.plan.strategies
-    )
+    loops = [site.loop for site in sites]
+    found = (each.on_sites(parity_case.plan.job, loops) for each in parity_case.plan.strategies)
     round_ends = [each for each in found if each is not None]
     samples = parity_case.batch_reader(plan, 0)
     for step in range(num_steps):
@@ -95,7 +94,8 @@ def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostSt
 class _Site:
     """One device that trains by itself, on all samples or on those of a site of the plan."""
 
-    def __init__(self, parity_case: ParityCase, index: int) -> None:
+    def __init__(self, parity_case: ParityCase, number: int) -> None:
+        self._number = number
         self._parity_case, self._job = parity_case, parity_case.single_device_plan.job
         self._model_spec = parity_case.single_device_plan.model_spec
         subject, rng = parity_case.make_trained_module(), parity_case.make_rng()
@@ -120,7 +120,16 @@ class _Site:
         self._recorder = ChoiceRecorder(lambda: len(self.reference.steps))
         if self._replay is None:
             self._recorder.attach(subject.module, self._model_spec.experts_calls)
-        self._samples = parity_case.plan.site_samples(index) if parity_case.plan.num_sites > 1 else None
+        self._samples = parity_case.plan.site_samples(number) if parity_case.plan.num_sites > 1 else None
+
+    @property
+    def loop(self) -> SiteLoop:
+        """What techniques change of this site when a round ends."""
+        plan = self._parity_case.plan
+        rank = next(rank for rank in range(plan.mesh.world_size) if plan.site_of(rank) == self._number)
+        coordinate = plan.mesh.coordinate(rank)
+        index = {axis: coordinate[axis] for axis in plan.sharding.varying_axes}
+        return SiteLoop(self.trainable, self.optimizer, index)
 
     def train_step(self, step: int, batch: Batch, lost: LostStep | None) -> None:
         """Trains a step on this site's samples of the global `batch`, and records it."""

@@ -165,7 +165,7 @@ def test_the_table_says_what_ranks_along_an_axis_have_other_parts_of():
     assert axes_with("tokens") == ("cp",)
     assert axes_with("features") == ("tp_depth", "tp")
     apart = {axis.name: (axis.batch_part, axis.param_part) for axis in MESH_AXES if axis.meets_in_rounds}
-    assert apart == {"outer": ("samples", None)}
+    assert apart == {"outer": ("samples", None), "site": ("samples", None)}
     assert set(AXES) - set(SITE_AXES) == set(apart) == set(ROUND_AXES)
 
 

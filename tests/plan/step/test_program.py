@@ -70,10 +70,25 @@ def test_what_has_a_period_runs_at_the_end_of_a_round_alone():
     ends = Action("AVERAGE", period=Period(3))
     program = program_of({"a": (*ACTIONS, ends)})
     assert program.period == Period(3)
-    assert program.between_rounds() == program_of({"a": ACTIONS})
-    assert program.between_rounds().period is None
+    assert program.with_ends(program.ends(0)) == program_of({"a": ACTIONS})
+    assert program.with_ends(program.ends(0)).period is None
+    assert program.with_ends(program.ends(2)) == program
     assert [ends.runs_in(step) for step in range(3)] == [False, False, True]
     assert ACTIONS[0].runs_in(1)
+
+
+def test_short_rounds_within_long_ones_end_with_them_and_between():
+    near, far = Action("AVERAGE_SITE", period=Period(2)), Action("AVERAGE", period=Period(4))
+    program = program_of({"a": (near, far)})
+    assert program.periods == (Period(2), Period(4))
+    assert program.period == Period(4)
+    assert [len(program.ends(step)) for step in range(8)] == [0, 1, 0, 2, 0, 1, 0, 2]
+    assert program.with_ends(program.ends(1)) == program_of({"a": (near,)})
+    assert Period(4).first_end_outside(Period(2)) is None
+    assert Period(4).first_end_outside(Period(3)) == 3
+    assert Period(4, 1).first_end_outside(Period(2)) == 0
+    assert Period(4, 2).first_end_outside(Period(2, 2)) is None
+    assert Period(4, run_steps=7).first_end_outside(Period(2, run_steps=7)) is None
 
 
 def test_a_role_has_its_ranks_in_every_site():

@@ -17,6 +17,7 @@ from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
 from meshwright.model.tensors.lazy_mapping import renamed
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import RankPlan
+from meshwright.plan.sharding.mesh import ROUND_AXES
 from meshwright.plan.strategy_state import STATE_PREFIX
 
 SITE_PREFIX = "site."
@@ -66,7 +67,8 @@ def state_of_site(plan: RankPlan, saved: Mapping[str, torch.Tensor]) -> Mapping[
             f"the checkpoint is of the middle of a round of {num_saved} sites, whose parameters differ, and "
         )
         text += f"the plan has {plan.num_sites}"
-        fix = f"resume it with mesh.outer = {num_saved} up to the end of the round, or take a checkpoint of "
+        sizes = " x ".join(f"mesh.{axis}" for axis in plan.sharding.varying_axes or ROUND_AXES[:1])
+        fix = f"resume it with {sizes} = {num_saved} up to the end of the round, or take a checkpoint of "
         raise PlanError(text, fix=f"{fix}the end of a round", location="checkpoint")
     prefix = _prefix(plan.site_of(plan.rank) % num_saved)
     own = {name.removeprefix(prefix): name for name in saved if prefix and name.startswith(prefix)}

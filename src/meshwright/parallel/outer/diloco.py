@@ -34,19 +34,22 @@ Nesterov with 0.7 and 0.9); Jaghouar et al. 2024, "OpenDiLoCo", arXiv 2407.07852
 Report", arXiv 2412.01152 (int8 outer gradients).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from meshwright.parallel.outer.rounds import EVERY_FIX, RoundStrategy, averaged_dtype
+from meshwright.parallel.outer.rounds import EVERY_FIX, EndRound, RoundStrategy, averaged_dtype
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above, at_least, below_one
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, S
 from meshwright.plan.step.program import Period
+from meshwright.plan.strategy_interface import SiteLoop
 from meshwright.plan.strategy_state import StateSpec
 
 START, MOMENTUM = "start", "momentum"
@@ -66,6 +69,13 @@ class DiLoCo(RoundStrategy):
 
     def period(self, job: Job) -> Period:
         return Period(self.sync_every, run_steps=job.train.steps)
+
+    def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        yield from super().check(job, sharding)
+        if not self.is_outermost:
+            text = f"rounds over outer would set the parameters anew within those of diloco over {self.axis}"
+            fix = f'use local_sgd with axis = "{self.axis}", and diloco with axis = "outer"'
+            yield Diagnostic(text, fix, f"strategies.{self.name}.axis")
 
     def states(self, view: RankView, job: Job) -> Iterator[StateSpec]:
         yield from super().states(view, job)
@@ -89,29 +99,21 @@ class DiLoCo(RoundStrategy):
         start.sub_(delta.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
         mean.copy_(start)
 
-    def on_sites(
-        self,
-        job: Job,
-        sites: Sequence[Mapping[str, nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> Callable[[int, Mapping[str, torch.Tensor]], None] | None:
-        period = self.period(job)
-        outer = {name: nn.Parameter(value.detach().clone()) for name, value in sites[0].items()}
+    def end_rounds_of(self, sites: Sequence[SiteLoop]) -> EndRound:
+        outer = {name: nn.Parameter(value.detach().clone()) for name, value in sites[0].parameters.items()}
         optimizer = torch.optim.SGD(
             outer.values(), lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0
         )
 
         @torch.no_grad()
-        def end_step(step: int, lost: Mapping[str, torch.Tensor]) -> None:
-            if not period.ends_with(step):
-                return
+        def end_round(lost: Mapping[str, torch.Tensor]) -> None:
             for name, weight in outer.items():
-                weight.grad = weight - torch.stack([site[name] for site in sites]).mean(0)
+                weight.grad = weight - torch.stack([site.parameters[name] for site in sites]).mean(0)
                 if name in lost:
                     weight.grad -= lost[name] / len(sites)
             optimizer.step()
             for site in sites:
-                for name, parameter in site.items():
+                for name, parameter in site.parameters.items():
                     parameter.copy_(outer[name])
 
-        return end_step
+        return end_round

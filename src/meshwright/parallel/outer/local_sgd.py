@@ -17,6 +17,9 @@ of the mean.
     optimizer_states = "mean"    moments travel with the parameters, and every site goes on with their mean:
                                  exp_avg and exp_avg_sq of AdamW, the momentum of SGD, Lion and Muon
 
+Hierarchical: one local SGD with axis = "site" within data centres, one behind it over `outer` between them,
+with `sync_every` a multiple (rounds.py).
+
 Counters stay those of the site. One that has not updated yet puts zeros into the mean, and takes none of it.
 With plain momentum and H = 1 that is data parallelism, too.
 
@@ -25,19 +28,19 @@ buffers; between rounds 0. No state beyond the totals of the round.
 Limits: the noise that averaging takes out of the parameters is noise that a larger H lets in. States that are
 codes (adamw_8bit), or belong to rows (adafactor), have no mean.
 Paper: Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767 (algorithm 1); Lin et
-al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv 1808.07217 (post-local SGD, section 3); Yu et
-al. 2019, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", arXiv 1905.03817
-(algorithm 1: momenta are averaged with the parameters).
+al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv 1808.07217 (post-local SGD, section 3;
+hierarchical local SGD, appendix); Yu et al. 2019, "On the Linear Speedup Analysis of Communication Efficient
+Momentum SGD", arXiv 1905.03817 (algorithm 1: momenta are averaged with the parameters).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
-from meshwright.parallel.outer.rounds import RoundStrategy
+from meshwright.parallel.outer.rounds import EndRound, RoundStrategy
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
@@ -45,6 +48,7 @@ from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.optimizer_per_param import param_optimizer
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Period
+from meshwright.plan.strategy_interface import SiteLoop
 
 
 @dataclass(frozen=True)
@@ -85,23 +89,16 @@ class LocalSGD(RoundStrategy):
     def end_round(self, name: str, mean: torch.Tensor, kept: Mapping[str, torch.Tensor]) -> None:
         """Leaves the mean as it is."""
 
-    def on_sites(
-        self,
-        job: Job,
-        sites: Sequence[Mapping[str, nn.Parameter]],
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> Callable[[int, Mapping[str, torch.Tensor]], None] | None:
-        period = self.period(job)
-
+    def end_rounds_of(self, sites: Sequence[SiteLoop]) -> EndRound:
         @torch.no_grad()
-        def end_step(step: int, lost: Mapping[str, torch.Tensor]) -> None:
-            for name in sites[0] if period.ends_with(step) else ():
-                values = [site[name] for site in sites]
+        def end_round(lost: Mapping[str, torch.Tensor]) -> None:
+            for name in sites[0].parameters:
+                values = [site.parameters[name] for site in sites]
                 _set_to_mean(values, values)
                 if self.optimizer_states == "mean":
-                    _average_states(values, optimizers)
+                    _average_states(values, [site.optimizer for site in sites])
 
-        return end_step
+        return end_round
 
 
 def _average_states(values: Sequence[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]) -> None:

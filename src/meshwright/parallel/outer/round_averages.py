@@ -26,13 +26,14 @@ ChangeInPlace = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
 @dataclass(frozen=True)
 class RoundRule:
     """What a technique does with each parameter, by name, flat and in place: `begin` makes of what was
-    stepped what `sum_kind` sums over the sites along `axis`, `end` of the mean what all sites go on with.
+    stepped what is summed over the sites along `axis`, `end` of the mean what all these sites go on with.
 
-    `averaged_states` are the names of the optimizer states of each parameter that become their mean.
+    `kinds` are those of the actions that pack, sum and end a round. `averaged_states` are the names of the
+    optimizer states of each parameter that become their mean.
     """
 
     axis: str
-    sum_kind: str
+    kinds: tuple[str, str, str]
     begin: ChangeInPlace
     end: ChangeInPlace
     averaged_states: Mapping[str, tuple[str, ...]]
@@ -44,16 +45,16 @@ class RoundAverages:
     def __init__(self, runtime: Runtime, rule: RoundRule) -> None:
         self._state, self._kept, self._rule = runtime.state, runtime.tensors, rule
         self._num_sites = runtime.state.plan.mesh.size(rule.axis)
-        sums = (each for each in runtime.state.plan.actions if each.kind == rule.sum_kind)
+        sums = (each for each in runtime.state.plan.actions if each.kind == rule.kinds[1])
         self._sums = {each.subject: each for each in sums}  # by parameter group
         self._under_way: dict[str, torch.Tensor] = {}  # by parameter group
         self._stop = False  # any rank of this site has asked to stop in this round
         self.handlers: dict[str, Handler] = {
             "ROUND_TOTALS": self.add_totals,
             "ROUND_SUM": self.sum_totals,
-            "PACK_ROUND": self.pack_round,
-            rule.sum_kind: runtime.state.start_collective,
-            "END_ROUND": self.end_round,
+            rule.kinds[0]: self.pack_round,
+            rule.kinds[1]: runtime.state.start_collective,
+            rule.kinds[2]: self.end_round,
         }
 
     def add_totals(self, action: Action) -> None:

@@ -2,7 +2,8 @@
 
 Why it works: a link between data centres carries a message now and then, not one per step. Parameters that
 started equal and took H steps on samples of the same kind have not gone far apart, so their mean is a good
-common start. A *site* is all ranks at one index along `outer`; inside it any plan runs as it would alone.
+common start. A *site* is all ranks at one index along `outer` (and `site`); inside it any plan runs as it
+would alone.
 
     batch        axis `outer` splits the samples of the global batch: each site has batch / k of them
     gradients    summed inside a site only; the loss of a site is divided by what counts in its own samples
@@ -21,6 +22,15 @@ common start. A *site* is all ranks at one index along `outer`; inside it any pl
     AVERAGE        all-reduces it; OUTER_REDUCE is the name for outer gradients, which codes may carry
     END_ROUND      divides by k, and makes the mean (local SGD), or what follows from it (DiLoCo), the
                    parameters; the averages of two parameter groups are under way at once
+
+Two levels are two axes, with one strategy each: local SGD with axis = "site" averages the sites of a data
+centre every H1 steps, and local SGD or DiLoCo with axis = "outer" every H2, a multiple of H1. Where both end,
+the sites of a centre meet first, and then each with those at its index in the other centres. Whatever is said
+of rounds below is said of the longer ones.
+
+    step          1  2  3  4  5  6  7  8        site = 2 in each of outer = 2; H1 = 2, H2 = 4
+    over site        x     x     x     x        AVERAGE_SITE: 2 (s-1)/s N bytes, s sites of a centre
+    over outer             x           x        AVERAGE:      2 (c-1)/c N bytes, c centres
 
 Between two rounds nothing crosses `outer`: metrics are those of a site, and a wish to stop waits. The step
 that ends a round returns the loss of the round over all sites too (`Metrics.round`), and whether any rank
@@ -47,7 +57,7 @@ SGD Converges Fast and Communicates Little", arXiv 1805.09767.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -64,12 +74,13 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import AVERAGES, Layout, P, S
 from meshwright.plan.step.program import Action, Allocation, Period, Program, Transfer
 from meshwright.plan.step.single_device_program import stepped_microbatches
-from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import EndStep, Handler, Runtime, SiteLoop, Strategy, StrategyPhase
 from meshwright.plan.strategy_state import StateSpec
 
 if TYPE_CHECKING:
     import torch
 
+EndRound = Callable[[Mapping[str, "torch.Tensor"]], None]  # told what codes lost
 EVERY_FIX = "write the steps of a round, at least 1: 1 averages after every step"
 
 
@@ -82,6 +93,17 @@ class RoundStrategy(Strategy):
     sum_kind: ClassVar[str] = "AVERAGE"  # of the actions that sum over the sites
     axis: str = field(default="outer", metadata=one_of(*ROUND_AXES))
     sync_every: int = field(default=16, metadata=at_least(1, EVERY_FIX))
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether all sites agree when a round of these ends."""
+        return self.axis == ROUND_AXES[0]
+
+    @abstractmethod
+    def end_rounds_of(self, sites: "Sequence[SiteLoop]") -> "EndRound":
+        """Returns what ends a round of the loops of `sites` that lie along `axis`, with which plans are
+        compared: it is told what codes lost of the outer gradients of them all, by name.
+        """
 
     @abstractmethod
     def period(self, job: Job) -> Period:
@@ -106,9 +128,22 @@ class RoundStrategy(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where, num_sites = f"strategies.{self.name}", sharding.mesh.size(self.axis)
-        if sharding.varying_axes:
+        outside = ROUND_AXES[: ROUND_AXES.index(self.axis)]
+        apart = [axis for axis in ROUND_AXES[len(outside) + 1 :] if sharding.mesh.size(axis) > 1]
+        if self.axis in sharding.varying_axes:
             text = f"two strategies let the sites along {self.axis} train apart"
             yield Diagnostic(text, "keep one of them", where)
+        elif set(outside).intersection(sharding.varying_axes):
+            text = f"rounds over {self.axis} are within those over {outside[0]}, and listed behind them"
+            yield Diagnostic(text, f"list {self.name} over {self.axis} first", where)
+        elif not set(apart) <= set(sharding.varying_axes):
+            text = f"mesh.{apart[0]} is {sharding.mesh.size(apart[0])}, and nothing averages these sites"
+            fix = f'list local_sgd with axis = "{apart[0]}" before {self.name}, or set mesh.{apart[0]} = 1'
+            yield Diagnostic(text, fix, where)
+        if not self.is_outermost and sharding.mesh.size(ROUND_AXES[0]) == 1:
+            text = f"mesh.{ROUND_AXES[0]} is 1: {self.axis} is for sites of one data centre among several"
+            fix = f'set mesh.{ROUND_AXES[0]} = {num_sites}, mesh.{self.axis} = 1 and axis = "{ROUND_AXES[0]}"'
+            yield Diagnostic(text, fix, f"{where}.axis")
         if num_sites == 1:
             text = f"mesh.{self.axis} is 1: there are no sites that could train apart"
             yield Diagnostic(
@@ -174,35 +209,63 @@ class RoundStrategy(Strategy):
             text = "each microbatch is a step of its own, at weights that are several updates old"
             fix = "use another schedule of the pipeline, or one site"
             raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
+        period, inner = self.period(job), program.period
+        step = None if inner is None else period.first_end_outside(inner)
+        if inner is not None and step is not None:
+            text = f"step {step + 1} ends a round of {period.num_steps} steps over {self.axis}, and none of "
+            text += f"{inner.num_steps} within a data centre"
+            fix = f"set sync_every to a multiple of {inner.num_steps}, and warmup_steps likewise"
+            raise PlanError(text, fix=fix, location=f"strategies.{self.name}.sync_every")
         return program.edit(lambda actions: [*actions, *self._round_actions(actions, view, job)])
 
     def states(self, view: RankView, job: Job) -> Iterator[StateSpec]:
         """Returns the totals of the round; a summand of each site."""
-        yield StateSpec(TOTALS, (4,), dtype="float64", layout=Layout().with_placement(self.axis, P))
+        if self.is_outermost:
+            layout = Layout().with_placement(view.plan.varying_axes, P)
+            yield StateSpec(TOTALS, (4,), dtype="float64", layout=layout)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         plan = runtime.state.plan
         averaged = {param.name: self.averaged_states(plan.job, param) for param in plan.model_spec.trainable}
-        rule = RoundRule(self.axis, self.sum_kind, self.begin_average, self.end_round, averaged)
+        kinds = self._pack_kind, self._sum_kind, self._end_kind
+        rule = RoundRule(self.axis, kinds, self.begin_average, self.end_round, averaged)
         return RoundAverages(runtime, rule).handlers
+
+    def on_sites(self, job: Job, sites: "Sequence[SiteLoop]") -> EndStep | None:
+        period, groups = self.period(job), dict[tuple[int, ...], list[SiteLoop]]()
+        for site in sites:
+            others = tuple(index for axis, index in site.index.items() if axis != self.axis)
+            groups.setdefault(others, []).append(site)
+        ends = [self.end_rounds_of(group) for group in groups.values()]
+
+        def end_step(step: int, lost: "Mapping[str, torch.Tensor]") -> None:
+            for end_round in ends if period.ends_with(step) else ():
+                end_round(lost)
+
+        return end_step
 
     def _round_actions(self, actions: Sequence[Action], view: RankView, job: Job) -> Iterator[Action]:
         period = self.period(job)
-        sums = (action.name for action in actions if action.kind == "LOSS_SUM")
-        totals = Action("ROUND_TOTALS", waits=("TOKEN_COUNT()", *sums))
-        yield totals
-        message = Transfer("all_reduce", (self.axis,), 5 * FLOAT_NBYTES["float64"], dtype="float64")
-        yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
-        steps = tuple(action.name for action in actions if action.kind == "STEP")
+        if self.is_outermost:
+            sums = (action.name for action in actions if action.kind == "LOSS_SUM")
+            totals = Action("ROUND_TOTALS", waits=("TOKEN_COUNT()", *sums))
+            yield totals
+            axes, nbytes = view.plan.varying_axes, 5 * FLOAT_NBYTES["float64"]
+            message = Transfer("all_reduce", axes, nbytes, dtype="float64")
+            yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
+        changing = ("STEP", *(_kind_of("END_ROUND", axis) for axis in ROUND_AXES if axis != self.axis))
+        steps = tuple(action.name for action in actions if action.kind in changing)
         averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
         in_place = [self._is_in_place(group, view, job) for group in view.param_groups]
-        averages = list(zip(_packs(averages, in_place), averages, strict=True))
-        for number, (pack, average) in enumerate(averages):
-            yield from (pack, average)  # while it travels, the one before is written back
+        averages = list(zip(self._packs(averages, in_place), averages, strict=True))
+        for number, (pack, average) in enumerate(
+            averages
+        ):  # while one travels, the one before is written back
+            yield from (pack, average)
             if number:
-                yield _end_of(*averages[number - 1])
+                yield self._end_of(*averages[number - 1])
         if averages:
-            yield _end_of(*averages[-1])
+            yield self._end_of(*averages[-1])
 
     def _average(
         self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
@@ -212,8 +275,20 @@ class RoundStrategy(Strategy):
         numel = group.numel if flat is None else flat.shard_numel
         nbytes = (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[dtype]
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
-        waits = (*steps, f"PACK_ROUND({group.name})")
-        return Action(self.sum_kind, group.name, None, "comm", waits, group.names, transfer, period=period)
+        waits = (*steps, f"{self._pack_kind}({group.name})")
+        return Action(self._sum_kind, group.name, None, "comm", waits, group.names, transfer, period=period)
+
+    @property
+    def _pack_kind(self) -> str:
+        return _kind_of("PACK_ROUND", self.axis)
+
+    @property
+    def _sum_kind(self) -> str:
+        return _kind_of(self.sum_kind, self.axis)
+
+    @property
+    def _end_kind(self) -> str:
+        return _kind_of("END_ROUND", self.axis)
 
     def _num_states(self, group: ParamGroup, job: Job) -> int:
         """Returns the most states of a parameter of `group` that become their mean."""
@@ -224,6 +299,42 @@ class RoundStrategy(Strategy):
         is_flat = group.name in view.flat_param_specs and not self._num_states(group, job)
         return is_flat and job.precision.roles["master"] == averaged_dtype(job)
 
+    def _packs(self, averages: Sequence[Action], in_place: Sequence[bool]) -> Iterator[Action]:
+        """Yields what makes the messages of `averages`, in two buffers in turn, each as large as the largest
+        message in it.
+        """
+        sizes = [
+            0 if is_free or each.transfer is None else each.transfer.nbytes
+            for each, is_free in zip(averages, in_place, strict=True)
+        ]
+        for number, average in enumerate(averages):
+            buffer = Allocation(_kind_of(f"mean({number % 2})", self.axis), max(sizes[number % 2 :: 2]))
+            yield Action(
+                self._pack_kind,
+                average.subject,
+                waits=average.waits[:-1],
+                tensors=average.tensors,
+                allocations=() if in_place[number] else (buffer,),
+                period=average.period,
+            )
+
+    def _end_of(self, pack: Action, average: Action) -> Action:
+        return Action(
+            self._end_kind,
+            average.subject,
+            waits=(average.name,),
+            tensors=average.tensors,
+            frees=tuple(each.name for each in pack.allocations),
+            period=average.period,
+        )
+
+
+def _kind_of(kind: str, axis: str) -> str:
+    """Returns the name of actions of `kind` over `axis`: those over another axis than the first are told by
+    it.
+    """
+    return kind if axis == ROUND_AXES[0] else f"{kind}_{axis.upper()}"
+
 
 def averaged_dtype(job: Job) -> str:
     """Returns the dtype in which parameters are averaged: that in which they are stepped, at least
@@ -231,34 +342,3 @@ def averaged_dtype(job: Job) -> str:
     """
     master = job.precision.roles["master"]
     return master if FLOAT_NBYTES[master] >= FLOAT_NBYTES["float32"] else "float32"
-
-
-def _packs(averages: Sequence[Action], in_place: Sequence[bool]) -> Iterator[Action]:
-    """Yields what makes the messages of `averages`, in two buffers in turn, each as large as the largest
-    message in it.
-    """
-    sizes = [
-        0 if is_free or each.transfer is None else each.transfer.nbytes
-        for each, is_free in zip(averages, in_place, strict=True)
-    ]
-    for number, average in enumerate(averages):
-        buffer = Allocation(f"mean({number % 2})", max(sizes[number % 2 :: 2]))
-        yield Action(
-            "PACK_ROUND",
-            average.subject,
-            waits=average.waits[:-1],
-            tensors=average.tensors,
-            allocations=() if in_place[number] else (buffer,),
-            period=average.period,
-        )
-
-
-def _end_of(pack: Action, average: Action) -> Action:
-    return Action(
-        "END_ROUND",
-        average.subject,
-        waits=(average.name,),
-        tensors=average.tensors,
-        frees=tuple(each.name for each in pack.allocations),
-        period=average.period,
-    )

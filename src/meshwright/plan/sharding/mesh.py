@@ -4,7 +4,8 @@ Axes in order, outermost first, so that neighbours along the last axis are neigh
 host):
 
     axis          batch      parameters
-    outer         samples    copies, which differ between two rounds: one site each
+    outer         samples    copies, which differ between two rounds: one site each, or one data centre
+    site          samples    copies likewise: the sites of a data centre
     pp                       layers: pipeline stages
     dp_replicate  samples    copies
     dp_shard      samples    copies that share their storage
@@ -16,7 +17,7 @@ host):
     Mesh(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
 
 `MESH_AXES` says the same as data: code that means a property of an axis asks it. A *site* is all ranks at
-one index along `outer`: between two rounds nothing crosses that axis.
+one index along `outer` and `site`: between two rounds nothing crosses these axes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
@@ -59,6 +60,14 @@ MESH_AXES = (
         meets_in_rounds=True,
         in_every_plan=False,
     ),
+    MeshAxis(
+        "site",
+        "samples",
+        None,
+        ("site of a data centre", "sites of a data centre"),
+        meets_in_rounds=True,
+        in_every_plan=False,
+    ),
     MeshAxis("pp", None, "layers", ("pipeline stage", "pipeline stages")),
     MeshAxis("dp_replicate", "samples", None, ("data-parallel replica", "data-parallel replicas")),
     MeshAxis("dp_shard", "samples", None, ("data-parallel shard", "data-parallel shards")),
@@ -97,10 +106,11 @@ class Mesh:
     that have other samples and share one copy. `ep` counts the ranks that have other samples and other
     experts. `cp` counts the ranks that share the tokens of a sample. `tp` counts the ranks that share each
     matrix. `tp_depth` is the third axis of 3-D tensor parallelism. `outer` counts the sites, which meet only
-    in rounds.
+    in rounds; or, with `site`, the data centres, each of which has that many sites.
     """
 
     outer: int = field(default=1, metadata=SIZE)
+    site: int = field(default=1, metadata=SIZE)
     pp: int = field(default=1, metadata=SIZE)
     dp_replicate: int = field(default=1, metadata=SIZE)
     dp_shard: int = field(default=1, metadata=SIZE)

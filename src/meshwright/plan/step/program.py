@@ -11,10 +11,11 @@ thousand ranks cost as little as one. The ranks of a pipeline stage are a role (
 of the mesh may be one. In `waits`, `role/name` refers to an action of another role.
 
 The list is that of a step that ends a round. An action with a `period` runs in such steps alone; every other
-action runs in each step, and waits for none with a period.
+action runs in each step, and waits for none with a period. Where rounds of several lengths are within one
+another, the list is that of a step that ends all of them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice
@@ -200,6 +201,13 @@ class Period:
             return 1 / self.num_steps
         return sum(map(self.ends_with, range(self.run_steps))) / self.run_steps
 
+    def first_end_outside(self, other: "Period") -> int | None:
+        """Returns the first step, from 0, that ends a round of these and none of `other`; None: all do."""
+        steps = range(
+            self.run_steps or self.warmup_steps + other.warmup_steps + self.num_steps * other.num_steps
+        )
+        return next((step for step in steps if self.ends_with(step) and not other.ends_with(step)), None)
+
 
 @dataclass(frozen=True)
 class Action:
@@ -322,12 +330,24 @@ class Program:
 
     @property
     def period(self) -> Period | None:
-        """The rounds of the program; None without actions that have a period."""
-        return next((action.period for action in self._actions if action.period is not None), None)
+        """The longest rounds of the program, behind which all sites agree; None without rounds."""
+        return max(self.periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
 
-    def between_rounds(self) -> "Program":
-        """Returns the program of a step that ends no round."""
-        return self.edit(lambda actions: [action for action in actions if action.period is None])
+    @property
+    def periods(self) -> tuple[Period, ...]:
+        """The rounds of all lengths."""
+        found = (action.period for action in self._actions)
+        return tuple(dict.fromkeys(each for each in found if each is not None))
+
+    def ends(self, step: int) -> frozenset[Period]:
+        """Returns the rounds that end with `step`, counted from 0."""
+        return frozenset(each for each in self.periods if each.ends_with(step))
+
+    def with_ends(self, ends: Collection[Period]) -> "Program":
+        """Returns the program of a step that ends the rounds `ends` and no others."""
+        return self.edit(
+            lambda actions: [each for each in actions if each.period is None or each.period in ends]
+        )
 
     @property
     def _actions(self) -> Iterator[Action]:

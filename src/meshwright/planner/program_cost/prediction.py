@@ -11,6 +11,7 @@ Where sites meet in rounds of H steps, both kinds of step are simulated, and a s
 between, and one that ends a round.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from meshwright.plan.hardware.streams import STREAMS, Resource
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, Program, with_waits
+from meshwright.plan.step.program import Action, Period, Program, with_waits
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
 from meshwright.plan.step.single_device_program import spans_roles
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
@@ -103,15 +104,23 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     step_s, roles = step_breakdown(program, costs, shared_cores)
     round_end_s, period = None, program.period
     if period is not None:
-        between_s, between = step_breakdown(program.between_rounds(), costs, shared_cores)
-        round_end_s, weight = step_s, period.share_of_ends
-        step_s = weight * step_s + (1 - weight) * between_s
-        roles = {name: each.mean_with(between[name], weight) for name, each in roles.items()}
+        round_end_s, weight = step_s, 0.0
+        for ends, share in _shares_of_ends(program, period):
+            of_step_s, of_step = step_breakdown(program.with_ends(ends), costs, shared_cores)
+            weight += share
+            step_s += (of_step_s - step_s) * share / weight
+            roles = {name: each.mean_with(roles[name], share / weight) for name, each in of_step.items()}
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = target.peak_flops.get(plan.job.precision.compute)
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
     notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)), *compression_notes(plan, target))
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes, round_end_s)
+
+
+def _shares_of_ends(program: Program, period: Period) -> list[tuple[frozenset[Period], float]]:
+    """Returns the sets of rounds that steps of the run end, each with its share of the steps."""
+    steps = range(period.run_steps or period.num_steps)
+    return [(ends, num / len(steps)) for ends, num in Counter(map(program.ends, steps)).items()]
 
 
 def _unknown_copy_rates(program: Program, target: ExecutionTarget) -> Iterator[Diagnostic]:

@@ -97,6 +97,9 @@ KIND_TEXTS = {
     "PACK_ROUND": "copy what sites average into one buffer, or make outer gradients of it",
     "OUTER_REDUCE": "sum outer gradients over the sites",
     "AVERAGE": "sum what sites average: parameters, and states if so chosen",
+    "PACK_ROUND_SITE": "copy what the sites of a data centre average into one buffer",
+    "AVERAGE_SITE": "sum what sites average over those of a data centre",
+    "END_ROUND_SITE": "what the sites of a data centre go on with: the mean",
     "END_ROUND": "what sites go on with, made of the mean",
 }
 
@@ -107,6 +110,7 @@ KINDS_WITH_SUBJECT = (
     *("READ_STATES", "WRITE_STATES", "READ_PARAM", "WRITE_PARAM"),
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("PACK_ROUND", "AVERAGE", "OUTER_REDUCE", "END_ROUND"),
+    *("PACK_ROUND_SITE", "AVERAGE_SITE", "END_ROUND_SITE"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
 

@@ -12,8 +12,9 @@ from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
-from meshwright.plan.step.program import Action, Transfer
+from meshwright.plan.step.program import Action, Period, Transfer
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
     peak_nbytes,
@@ -163,23 +164,46 @@ def rounds_text(plan: Plan) -> dict[str, str]:
     period = plan.program.period
     if period is None:
         return {}
-    nbytes = max(
+    outermost, *inner = plan.sharding.varying_axes
+    nbytes = _round_nbytes(plan, outermost)
+    warmup = f", and each of the first {period.warmup_steps} steps" if period.warmup_steps else ""
+    text = (
+        f"{plan.num_sites} sites train apart and meet every {period.num_steps} steps{warmup}: a rank sends "
+        f"{format_nbytes(nbytes)} over {outermost} in a step that ends a round, "
+        f"0 between, {format_nbytes(nbytes * period.share_of_ends)} per step in the mean; what is sent "
+        f"per step is that of one that ends a round"
+    )
+    found = {"rounds": text}
+    for axis in inner:
+        near = next(each for each in plan.program.periods if _averages_over(plan, axis, each))
+        nbytes = _round_nbytes(plan, axis)
+        found[f"rounds over {axis}"] = (
+            f"{plan.mesh.size(axis)} of these sites meet every {near.num_steps} steps: a rank sends "
+            f"{format_nbytes(nbytes)} over {axis} then, {format_nbytes(nbytes * near.share_of_ends)} per "
+            "step in the mean"
+        )
+    return found
+
+
+def _averages_over(plan: Plan, axis: str, period: Period) -> bool:
+    actions = (action for role in plan.program.roles for action in role.actions if action.period == period)
+    return any(axis in move.axes for action in actions for move in action.sent_transfers if action.tensors)
+
+
+def _round_nbytes(plan: Plan, outermost: str) -> float:
+    """Returns the most bytes that a rank sends over axes of which `outermost` is the first, when all rounds
+    end.
+    """
+    return max(
         sum(
             min_max_sent_nbytes(move, plan.mesh)[1]
             for action in role.actions
             if action.period is not None
             for move in action.sent_transfers
+            if in_mesh_order(move.axes)[0] == outermost
         )
         for role in plan.program.roles
     )
-    warmup = f", and each of the first {period.warmup_steps} steps" if period.warmup_steps else ""
-    text = (
-        f"{plan.num_sites} sites train apart and meet every {period.num_steps} steps{warmup}: a rank sends "
-        f"{format_nbytes(nbytes)} over {', '.join(plan.sharding.varying_axes)} in a step that ends a round, "
-        f"0 between, {format_nbytes(nbytes * period.share_of_ends)} per step in the mean; what is sent "
-        f"per step is that of one that ends a round"
-    )
-    return {"rounds": text}
 
 
 def sent_table(plan: Plan) -> Table | None:
