@@ -81,7 +81,7 @@ from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import RankPlan
-from meshwright.plan.step.program import Action, Period
+from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import (
     CHECKPOINTED_FORWARD,
     FORWARD_KINDS,
@@ -165,7 +165,6 @@ class StepExecutor:
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
         self._period, self.is_in_round = plan.program.period, False  # in a round: sites may differ
-        self._entries_by_ends = dict[frozenset[Period], Sequence[ResolvedAction]]()  # of the rounds that end
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
 
@@ -204,7 +203,9 @@ class StepExecutor:
         # steps of the last step may run on, at its rates, until this one needs what they have stepped
         is_delayed = state.offloaded.delayed_steps.is_active
         lr = 0.0 if is_delayed else self.lr_schedule.begin_step(self.steps_done)
-        entries = self._entries_in(self.steps_done)
+        entries: Sequence[ResolvedAction] = self._entries
+        if self._period is not None:
+            entries = [entry for entry in entries if entry[0].runs_in(self.steps_done)]
         self._cursor, self._current_entries = (
             0,
             entries if profiler is None else wrap_with_profiler(entries, state.works, profiler),
@@ -286,15 +287,6 @@ class StepExecutor:
             filter_stage_state(local_state, self.state.trained_module),
             in_round=self.is_in_round,
         )
-
-    def _entries_in(self, step: int) -> Sequence[ResolvedAction]:
-        """Returns the part of the list that `step` runs: what has a period waits for its end."""
-        ends = self.state.plan.program.ends(step)
-        if ends not in self._entries_by_ends:
-            self._entries_by_ends[ends] = [
-                entry for entry in self._entries if entry[0].period is None or entry[0].period in ends
-            ]
-        return self._entries_by_ends[ends]
 
     def _ends_round(self, step: int) -> bool:
         return self._period is None or self._period.ends_with(step)

@@ -50,7 +50,7 @@ optimizer states of site i mod k.
 
 Cost, per rank and round: 2 (k-1)/k N bytes over `outer`, N the bytes of what the rank steps (a shard under
 ZeRO, all under DDP, where each replica sends its own), and 40 bytes; between rounds 0. Memory: two buffers
-of one parameter group each, none where shards of float32 are averaged in place.
+of one parameter group each on each level, none where shards of float32 are averaged in place.
 Limits: lossy. How far H may go is for the held-out loss to say.
 Paper: McMahan et al. 2017, "Communication-Efficient Learning", arXiv 1602.05629 (FedAvg); Stich 2019, "Local
 SGD Converges Fast and Communicates Little", arXiv 1805.09767.
@@ -258,10 +258,8 @@ class RoundStrategy(Strategy):
         averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
         in_place = [self._is_in_place(group, view, job) for group in view.param_groups]
         averages = list(zip(self._packs(averages, in_place), averages, strict=True))
-        for number, (pack, average) in enumerate(
-            averages
-        ):  # while one travels, the one before is written back
-            yield from (pack, average)
+        for number, (pack, average) in enumerate(averages):
+            yield from (pack, average)  # while it travels, the one before is written back
             if number:
                 yield self._end_of(*averages[number - 1])
         if averages:
