@@ -249,6 +249,12 @@ def lossy_programs() -> list[Plan]:
             make_plan(analyzed_model(), tiny_job(), Mesh(outer=2), (rounds(sync_every=4),))
             for rounds in (LocalSGD, DiLoCo)
         ),
+        make_plan(
+            analyzed_model(),
+            tiny_job(),
+            Mesh(outer=2, site=2),
+            (LocalSGD("site", sync_every=2), LocalSGD(sync_every=4)),
+        ),
     ]
 
 

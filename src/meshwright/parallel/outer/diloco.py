@@ -41,7 +41,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from meshwright.parallel.outer.rounds import EVERY_FIX, EndRound, RoundStrategy, averaged_dtype
+from meshwright.parallel.outer.rounds import EVERY_FIX, OUTER_REDUCE, EndRound, RoundStrategy, averaged_dtype
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above, at_least, below_one
 from meshwright.plan.job.job import Job
@@ -62,7 +62,7 @@ class DiLoCo(RoundStrategy):
     """
 
     name: ClassVar[str] = "diloco"
-    sum_kind: ClassVar[str] = "OUTER_REDUCE"
+    sum_kind: ClassVar[str] = OUTER_REDUCE
     sync_every: int = field(default=100, metadata=at_least(1, EVERY_FIX))
     outer_lr: float = field(default=0.7, metadata=above(0))
     outer_momentum: float = field(default=0.9, metadata=below_one())

@@ -17,9 +17,10 @@ would alone.
 
     ROUND_TOTALS   adds loss, loss weight, samples and tokens of the step to those of the round; each step
     ROUND_SUM      sums them over the sites, with the wishes to stop                        end of a round
-    PACK_ROUND     copies what STEP has stepped: masters, shards or parameters, float32 at least; or makes
-                   of it what the technique sends
-    AVERAGE        all-reduces it; OUTER_REDUCE is the name for outer gradients, which codes may carry
+    PACK_ROUND     makes one message of what STEP has stepped: masters, shards or parameters, float32 at
+                   least; or of what the technique sends in their place
+    AVERAGE        all-reduces the messages of all sites, which are parameters
+    OUTER_REDUCE   all-reduces them where they are outer gradients (DiLoCo), which codes may carry
     END_ROUND      divides by k, and makes the mean (local SGD), or what follows from it (DiLoCo), the
                    parameters; the averages of two parameter groups are under way at once
 
@@ -31,6 +32,10 @@ of rounds below is said of the longer ones.
     step          1  2  3  4  5  6  7  8        site = 2 in each of outer = 2; H1 = 2, H2 = 4
     over site        x     x     x     x        AVERAGE_SITE: 2 (s-1)/s N bytes, s sites of a centre
     over outer             x           x        AVERAGE:      2 (c-1)/c N bytes, c centres
+
+    PACK_ROUND_SITE   makes one message of what STEP has stepped, for the sites of a data centre
+    AVERAGE_SITE      all-reduces the messages of the sites of a data centre
+    END_ROUND_SITE    makes their mean the parameters of these sites
 
 Between two rounds nothing crosses `outer`: metrics are those of a site, and a wish to stop waits. The step
 that ends a round returns the loss of the round over all sites too (`Metrics.round`), and whether any rank
@@ -81,6 +86,11 @@ if TYPE_CHECKING:
     import torch
 
 EndRound = Callable[[Mapping[str, "torch.Tensor"]], None]  # told what codes lost
+OUTER_REDUCE = "OUTER_REDUCE"
+KINDS = {  # of the actions that pack, sum and end a round, by axis
+    "outer": ("PACK_ROUND", "AVERAGE", "END_ROUND"),
+    "site": ("PACK_ROUND_SITE", "AVERAGE_SITE", "END_ROUND_SITE"),
+}
 EVERY_FIX = "write the steps of a round, at least 1: 1 averages after every step"
 
 
@@ -90,7 +100,7 @@ class RoundStrategy(Strategy):
 
     phase: ClassVar[StrategyPhase] = "comm"  # behind what stores parameters: that is averaged
     exact: ClassVar[bool] = False
-    sum_kind: ClassVar[str] = "AVERAGE"  # of the actions that sum over the sites
+    sum_kind: ClassVar[str] = ""  # of the actions that sum over the sites; "": averages
     axis: str = field(default="outer", metadata=one_of(*ROUND_AXES))
     sync_every: int = field(default=16, metadata=at_least(1, EVERY_FIX))
 
@@ -227,8 +237,7 @@ class RoundStrategy(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         plan = runtime.state.plan
         averaged = {param.name: self.averaged_states(plan.job, param) for param in plan.model_spec.trainable}
-        kinds = self._pack_kind, self._sum_kind, self._end_kind
-        rule = RoundRule(self.axis, kinds, self.begin_average, self.end_round, averaged)
+        rule = RoundRule(self.axis, self._kinds, self.begin_average, self.end_round, averaged)
         return RoundAverages(runtime, rule).handlers
 
     def on_sites(self, job: Job, sites: "Sequence[SiteLoop]") -> EndStep | None:
@@ -253,7 +262,7 @@ class RoundStrategy(Strategy):
             axes, nbytes = view.plan.varying_axes, 5 * FLOAT_NBYTES["float64"]
             message = Transfer("all_reduce", axes, nbytes, dtype="float64")
             yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
-        changing = ("STEP", *(_kind_of("END_ROUND", axis) for axis in ROUND_AXES if axis != self.axis))
+        changing = ("STEP", *(end for _, _, end in KINDS.values()))
         steps = tuple(action.name for action in actions if action.kind in changing)
         averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
         in_place = [self._is_in_place(group, view, job) for group in view.param_groups]
@@ -273,20 +282,14 @@ class RoundStrategy(Strategy):
         numel = group.numel if flat is None else flat.shard_numel
         nbytes = (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[dtype]
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
-        waits = (*steps, f"{self._pack_kind}({group.name})")
-        return Action(self._sum_kind, group.name, None, "comm", waits, group.names, transfer, period=period)
+        pack, total, _ = self._kinds
+        waits = (*steps, f"{pack}({group.name})")
+        return Action(total, group.name, None, "comm", waits, group.names, transfer, period=period)
 
     @property
-    def _pack_kind(self) -> str:
-        return _kind_of("PACK_ROUND", self.axis)
-
-    @property
-    def _sum_kind(self) -> str:
-        return _kind_of(self.sum_kind, self.axis)
-
-    @property
-    def _end_kind(self) -> str:
-        return _kind_of("END_ROUND", self.axis)
+    def _kinds(self) -> tuple[str, str, str]:
+        pack, average, end = KINDS[self.axis]
+        return pack, self.sum_kind or average, end
 
     def _num_states(self, group: ParamGroup, job: Job) -> int:
         """Returns the most states of a parameter of `group` that become their mean."""
@@ -306,9 +309,9 @@ class RoundStrategy(Strategy):
             for each, is_free in zip(averages, in_place, strict=True)
         ]
         for number, average in enumerate(averages):
-            buffer = Allocation(_kind_of(f"mean({number % 2})", self.axis), max(sizes[number % 2 :: 2]))
+            buffer = Allocation(f"mean({self.axis}, {number % 2})", max(sizes[number % 2 :: 2]))
             yield Action(
-                self._pack_kind,
+                self._kinds[0],
                 average.subject,
                 waits=average.waits[:-1],
                 tensors=average.tensors,
@@ -318,20 +321,13 @@ class RoundStrategy(Strategy):
 
     def _end_of(self, pack: Action, average: Action) -> Action:
         return Action(
-            self._end_kind,
+            self._kinds[2],
             average.subject,
             waits=(average.name,),
             tensors=average.tensors,
             frees=tuple(each.name for each in pack.allocations),
             period=average.period,
         )
-
-
-def _kind_of(kind: str, axis: str) -> str:
-    """Returns the name of actions of `kind` over `axis`: those over another axis than the first are told by
-    it.
-    """
-    return kind if axis == ROUND_AXES[0] else f"{kind}_{axis.upper()}"
 
 
 def averaged_dtype(job: Job) -> str:
