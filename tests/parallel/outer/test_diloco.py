@@ -51,7 +51,7 @@ class WrongSign(mw.DiLoCo):
     """Steps away from where the sites went."""
 
     def end_round(self, name, mean, kept):
-        mean.copy_(2 * kept[f"start/{name}"].view(-1) - mean)
+        mean.neg_()
         super().end_round(name, mean, kept)
 
 
@@ -68,7 +68,7 @@ class PlainMomentum(mw.DiLoCo):
 
     def end_round(self, name, mean, kept):
         start, momentum = kept[f"start/{name}"].view(-1), kept[f"momentum/{name}"].view(-1)
-        momentum.mul_(self.outer_momentum).add_(start - mean)
+        momentum.mul_(self.outer_momentum).add_(mean)
         mean.copy_(start.sub_(momentum, alpha=self.outer_lr))
 
 
