@@ -47,7 +47,7 @@ from meshwright.parallel.compression.gradient_compression import GradientCompres
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
-from meshwright.plan.sharding.mesh import divisors, in_mesh_order
+from meshwright.plan.sharding.mesh import ROUND_AXES, divisors, in_mesh_order
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Transfer
@@ -74,6 +74,10 @@ class QgZCompression(GradientCompression):
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from super().check_combined(sharding)
         where, near = f"strategies.{self.name}", self.ranks_per_host
+        if self.axis in ROUND_AXES:
+            text = f"qgz sums within hosts and between them, and sites along {self.axis} are no hosts"
+            yield Diagnostic(text, 'use mode = "int8" or "int4"', f"{where}.axis")
+            return
         chosen = [each for each in sharding.param_shardings if self._selects(each, sharding)]
         if not self.error_feedback and any(self._has_replica_sums(each, sharding) for each in chosen):
             text = "without error feedback, codes of two sums would lose each what the other does not know"
