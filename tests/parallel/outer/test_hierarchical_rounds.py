@@ -77,7 +77,7 @@ def test_sites_agree_within_a_centre_before_all_do():
 
 
 def test_short_rounds_as_long_as_long_ones_are_local_sgd_of_all_sites():
-    flat = mw.make_plan(ANALYZED, tiny_job(BATCH), mw.Mesh(outer=6), (FAR,))
+    flat = mw.make_plan(ANALYZED, tiny_job(BATCH), mw.Mesh(outer=6), (FAR,), 2)
     both = two_levels("one rank each", mw.LocalSGD("site", sync_every=4), FAR)
     ends = [run_reference(case_of(ANALYZED, plan), 4).sites[0].steps[-1].parameters for plan in (flat, both)]
     for name, value in ends[0].items():

@@ -28,8 +28,10 @@ def test_every_site_goes_on_with_the_same_mean_of_what_is_stepped(
     inner: str, precision: mw.PrecisionConfig, buffers: int
 ):
     _, plan = site_plan(inner, mw.LocalSGD(sync_every=2), precision=precision)
-    averages = [each for each in plan.for_rank(0).actions if each.kind == "AVERAGE"]
-    assert len({hold.name for each in averages for hold in each.allocations}) == buffers
+    actions = plan.for_rank(0).actions
+    averages = [each for each in actions if each.kind == "AVERAGE"]
+    packs = [each for each in actions if each.kind == "PACK_ROUND"]
+    assert len({hold.name for each in packs for hold in each.allocations}) == buffers
     assert {each.transfer.dtype for each in averages} == {"float32"}
 
     def body(world: World) -> list[dict[str, torch.Tensor]]:

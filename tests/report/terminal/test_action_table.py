@@ -198,12 +198,16 @@ def pipeline_programs() -> tuple[Plan, ...]:
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
     stale = make_plan(tiny, tiny_job(train=TrainConfig(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
     parts = ActivationCheckpointing(("*",)), PartitionedActivations(prefetch=0)
-    kept = make_plan(tiny, tiny_job(), Mesh(), (ActivationOffload(("layers.*",), prefetch=0),), 4)
+    kept, filed = (
+        make_plan(tiny, tiny_job(), Mesh(), (ActivationOffload(("layers.*",), prefetch=0, folder=folder),), 4)
+        for folder in ("", "folder")
+    )
     return (
         *plans,
         halves,
         stale,
         kept,
+        filed,
         planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1],
         planned(llama, Mesh(tp=2), (TensorParallel(), *parts))[1],
     )
