@@ -16,7 +16,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.memory.activation_copies import activation_host_nbytes
+from meshwright.plan.step.memory.activation_files import activation_nbytes
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
@@ -94,7 +94,7 @@ def test_saved_activations_on_the_device_are_those_of_the_next_backwards(prefetc
     peaks = [planned_memory(each.program.actions(FIRST_ROLE), {})[1]["activations"] for each in (plan, plain)]
     assert peaks[1] - peaks[0] == (LAYERS - prefetch - 1) * SAVED_NBYTES
     left = LAYERS - prefetch - 1
-    assert activation_host_nbytes(plan.program.actions(FIRST_ROLE)) == left * SAVED_NBYTES
+    assert activation_nbytes(plan.program.actions(FIRST_ROLE), "host") == left * SAVED_NBYTES
     assert peak_nbytes_by_category(plan, 0, "host") == {"activations": left * SAVED_NBYTES}
 
 

@@ -181,7 +181,7 @@ def test_a_file_that_is_too_short_grows_until_the_disk_is_full(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(descriptor, begin, nbytes)
 
-    monkeypatch.setattr(kept_tensor_file, "activation_disk_nbytes", lambda actions: FILE_BLOCK_NBYTES)
+    monkeypatch.setattr(kept_tensor_file, "activation_nbytes", lambda *given: FILE_BLOCK_NBYTES)
     monkeypatch.setattr(os, "posix_fallocate", noted)
     limit = 3
     ((found, _),) = trained(analyzed, plan, data)

@@ -3,11 +3,11 @@
 from meshwright.plan.step.memory.activation_copies import (
     BackwardPlaces,
     LeavingActivations,
-    activation_host_nbytes,
     copy_conflicts,
     num_calls_between,
     with_activation_copies,
 )
+from meshwright.plan.step.memory.activation_files import activation_nbytes
 from meshwright.plan.step.program import Action, Allocation
 
 ACTIONS = [
@@ -40,7 +40,7 @@ def test_copies_free_and_allocate_in_both_tiers():
     assert [each.tier for each in offload.allocations] == ["host", "host"]
     assert offload.frees == ("x", "y") == tuple(each.name for each in fetch.allocations)
     assert fetch.frees == ("host x", "host y")
-    assert offload.transfer.nbytes == fetch.transfer.nbytes == 8 == activation_host_nbytes(edited)
+    assert offload.transfer.nbytes == fetch.transfer.nbytes == 8 == activation_nbytes(edited, "host")
     names = [each.name for each in edited]
     assert names[1] == offload.name
     assert names[names.index(fetch.name) + 1] == "RECOMPUTE(b, 0)"

@@ -11,8 +11,7 @@ from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.memory.activation_files import (
     ACTIVATION_FILE_KINDS,
-    activation_buffer_nbytes,
-    activation_disk_nbytes,
+    activation_nbytes,
     through_file,
 )
 from meshwright.plan.step.program import Action
@@ -57,8 +56,8 @@ def test_two_buffers_of_each_direction_and_whole_blocks_in_the_file():
     actions, left = plan.program.actions(FIRST_ROLE), LAYERS - 1
     transfers = [each.transfer.nbytes for each in actions if each.kind in ACTIVATION_FILE_KINDS]
     assert transfers == [FILE_BLOCK_NBYTES] * 2 * 2 * left  # there and back, for two microbatches
-    assert activation_buffer_nbytes(actions) == 4 * FILE_BLOCK_NBYTES
-    assert activation_disk_nbytes(actions) == left * FILE_BLOCK_NBYTES
+    assert activation_nbytes(actions, "host") == 4 * FILE_BLOCK_NBYTES
+    assert activation_nbytes(actions, "disk") == left * FILE_BLOCK_NBYTES
     assert peak_nbytes_by_category(plan, 0, "host") == {"buffers": 4 * FILE_BLOCK_NBYTES}
     assert peak_nbytes_by_category(plan, 0, "disk") == {"activations": left * FILE_BLOCK_NBYTES}
     buffers = [each.allocations[0].name for each in actions if each.kind == "READ_ACTIVATIONS"]

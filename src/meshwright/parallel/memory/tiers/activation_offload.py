@@ -60,6 +60,7 @@ from meshwright.parallel.memory.block_patterns import matches_any, unmatched_pat
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.parallel.memory.tiers.kept_tensor_copies import KeptTensorCopies
 from meshwright.parallel.memory.tiers.kept_tensor_file import KeptTensorFile
+from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least
 from meshwright.plan.job.job import Job
@@ -70,15 +71,10 @@ from meshwright.plan.step.memory.activation_copies import (
     PARTITION,
     BackwardPlaces,
     LeavingActivations,
-    activation_host_nbytes,
     num_calls_between,
     with_activation_copies,
 )
-from meshwright.plan.step.memory.activation_files import (
-    activation_buffer_nbytes,
-    activation_disk_nbytes,
-    through_file,
-)
+from meshwright.plan.step.memory.activation_files import activation_nbytes, through_file
 from meshwright.plan.step.memory.kept_inputs import (
     KeptInput,
     checkpointed_calls,
@@ -146,16 +142,16 @@ class ActivationOffload(Strategy):
             fix = "set prefetch = 0, name other `blocks`, or remove activation_offload"
             raise PlanError(text, fix=fix, location=LOCATION)
         edited = edited.edit(through_file) if self.folder else edited
-        actions = [role.actions for role in edited.roles]
-        on_host = activation_buffer_nbytes if self.folder else activation_host_nbytes
-        self._refuse_above("host_gb", self.host_gb, max(map(on_host, actions)), "host memory")
-        self._refuse_above("disk_gb", self.disk_gb, max(map(activation_disk_nbytes, actions)), "the disk")
+        self._refuse_above(edited, "host", self.host_gb)
+        self._refuse_above(edited, "disk", self.disk_gb)
         return edited
 
-    def _refuse_above(self, key: str, bound_gb: float | None, needed: int, what: str) -> None:
-        """Raises PlanError if the rank needs more of a tier than `key` allows."""
+    def _refuse_above(self, program: Program, tier: MemoryTier, bound_gb: float | None) -> None:
+        """Raises PlanError if a rank needs more of `tier` than it may use."""
+        needed, key = max(activation_nbytes(role.actions, tier) for role in program.roles), f"{tier}_gb"
         if bound_gb is not None and needed > bound_gb * 2**30:
-            text = f"the activations of a rank need {format_nbytes(needed)} of {what}, and {key} = "
+            where = "host memory" if tier == "host" else "the disk"
+            text = f"the activations of a rank need {format_nbytes(needed)} of {where}, and {key} = "
             text += f"{bound_gb:g} allows less"
             fix = f"set {key} = {1.01 * needed / 2**30:.3g} or more, or name fewer `blocks`"
             raise PlanError(text, fix=fix, location=f"{LOCATION}.{key}")

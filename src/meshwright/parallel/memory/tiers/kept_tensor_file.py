@@ -27,7 +27,7 @@ from meshwright.parallel.memory.tiers.kept_tensor_copies import Kept, KeptTensor
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
 from meshwright.plan.step.memory.activation_copies import OFFLOAD
-from meshwright.plan.step.memory.activation_files import READ, WRITE, activation_disk_nbytes
+from meshwright.plan.step.memory.activation_files import READ, WRITE, activation_nbytes
 from meshwright.plan.step.program import Action
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class KeptTensorFile(KeptTensorCopies):
         self._ranges, self._writes = FileRanges(), dict[str, Work]()
         like = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         self._buffers, self._file = _Buffers(state, like), None
-        nbytes = activation_disk_nbytes(actions)
+        nbytes = activation_nbytes(actions, "disk")
         if nbytes and not isinstance(like, FakeTensor):
             self._file = RankFile(state.plan.sharding.tiers.disk_folder, nbytes, LOCATION)
             state.files.append(self._file)

@@ -140,17 +140,6 @@ def _copies(last: Action, leaving: LeavingActivations) -> ActivationMove:
     return ActivationMove(offload, fetch, leaving.behind, leaving.fetch, leaving.readers)
 
 
-def activation_host_nbytes(actions: Sequence[Action]) -> int:
-    """Returns the peak of the expected bytes of activations in host memory."""
-    live, peak = dict[str, int](), 0
-    for action in (action for action in actions if action.kind in ACTIVATION_COPIES):
-        live |= {each.name: each.nbytes for each in action.allocations if each.tier == "host"}
-        peak = max(peak, sum(live.values()))
-        for name in action.frees:
-            live.pop(name, None)
-    return peak
-
-
 def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     """Yields copies of activations that come too early, too late, or not back."""
     by_name = {action.name: action for action in actions}

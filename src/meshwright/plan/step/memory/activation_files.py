@@ -18,10 +18,10 @@ one while the other is copied. A buffer is filled again when it was written, or 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
+from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES, MemoryTier
 from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.sharding.flat_param import round_up
-from meshwright.plan.step.memory.activation_copies import FETCH, OFFLOAD
+from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, FETCH, OFFLOAD
 from meshwright.plan.step.memory.memory_names import (
     activation_buffer_name,
     is_activation_buffer,
@@ -121,20 +121,17 @@ def _whole_blocks(copy: Action) -> int:
     return round_up(copy.transfer.nbytes if copy.transfer else 0, FILE_BLOCK_NBYTES)
 
 
-def activation_buffer_nbytes(actions: Sequence[Action]) -> int:
-    """Returns the bytes of all buffers of the host through which activations go to the file and back."""
-    allocations = (each for action in actions for each in action.allocations)
-    return sum({each.name: each.nbytes for each in allocations if is_activation_buffer(each.name)}.values())
-
-
-def activation_disk_nbytes(actions: Sequence[Action]) -> int:
-    """Returns the peak of the expected bytes of activations in the file."""
+def activation_nbytes(actions: Sequence[Action], tier: MemoryTier) -> int:
+    """Returns the peak of the expected bytes of activations that have left to `tier`; where they only pass,
+    of its buffers, which last.
+    """
     live, peak = dict[str, int](), 0
-    for action in (action for action in actions if action.kind in ACTIVATION_FILE_KINDS):
-        live |= {each.name: each.nbytes for each in action.allocations if each.tier == "disk"}
+    for action in (each for each in actions if each.kind in (*ACTIVATION_COPIES, *ACTIVATION_FILE_KINDS)):
+        live |= {each.name: each.nbytes for each in action.allocations if each.tier == tier}
         peak = max(peak, sum(live.values()))
         for name in action.frees:
-            live.pop(name, None)
+            if not is_activation_buffer(name):
+                live.pop(name, None)
     return peak
 
 
