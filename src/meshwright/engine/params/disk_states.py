@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.params.offloaded_states import RestingTensor
-from meshwright.engine.params.rank_file import RankFile, load_pages
+from meshwright.engine.params.rank_file import LOCATION, load_pages
 from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.host_memory import CopyWork, page_aligned
 from meshwright.engine.runtime.rank_state import RankState
@@ -139,8 +139,7 @@ class DiskStates:
         if isinstance(self._like, FakeTensor) or not self.nbytes:
             mapped = self._like.new_empty(self.nbytes, dtype=torch.uint8, device="cpu")
         else:
-            self._file = RankFile(plan.sharding.tiers.disk_folder, self.nbytes)
-            state.files.append(self._file)
+            self._file = state.make_file(self.nbytes, LOCATION)
             mapped = self._file.tensor
         self._records = {each.action.subject: each for each in _records(reads, mapped)}
         # the weights of each group, by any of its parameters

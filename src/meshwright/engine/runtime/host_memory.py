@@ -73,6 +73,10 @@ class HostMemory:
         is_usable = isinstance(found, FakeTensor) or not found.data_ptr() % FILE_BLOCK_NBYTES
         return found if is_usable else page_aligned(nbytes)
 
+    def end_of(self, copy: Work | None) -> Callable[[], None] | None:
+        """Returns what waits, in any thread, until `copy` has ended; None if it has."""
+        return copy.synchronize if isinstance(copy, CopyWork) else None
+
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of the host in memory that is fast to copy: itself, if nothing is pinned."""
         return self.empty(tensor.shape, tensor.dtype, tensor).copy_(tensor) if self._pins else tensor

@@ -266,7 +266,8 @@ class RankState:
     step: StepState = field(init=False)
     plan: RankPlan = field(init=False)
     disk: "DiskStates | None" = field(init=False)
-    files: "list[RankFile]" = field(default_factory=list)  # of what rests on disk; the executor closes them
+    # makes a file of so many bytes for what rests on disk, which the executor closes; by key of the config
+    make_file: "Callable[[int, str], RankFile]" = field(init=False)
     flat_params: "FlatParamStore" = field(init=False)
     optimizers: "Optimizers" = field(init=False)
     offloaded: "OffloadedStates" = field(init=False)

@@ -54,6 +54,7 @@ from meshwright.engine.optim.sharded_state_dict import (
 from meshwright.engine.params.disk_states import DiskStates
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.offloaded_states import OffloadedStates
+from meshwright.engine.params.rank_file import RankFile
 from meshwright.engine.params.unshard_forward_hooks import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
 from meshwright.engine.runtime.cpu_allocator import trim_heap
@@ -94,10 +95,7 @@ HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step 
 
 
 class StepExecutor:
-    """One rank of a plan: `step(batch)` executes the list once.
-
-    `extra_handlers` are for kinds that a caller added.
-    """
+    """One rank of a plan: `step(batch)` executes the list once. `extra_handlers` are for added kinds."""
 
     def __init__(
         self,
@@ -114,6 +112,7 @@ class StepExecutor:
             state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
+        self._files, state.make_file = list[RankFile](), self._make_file
         state.disk = DiskStates(state) if plan.sharding.tiers.optimizer_states == "disk" else None
         state.flat_params = FlatParamStore(state)
         self._vocab_parallel_logits = VocabParallelLogits(state)
@@ -379,16 +378,18 @@ class StepExecutor:
         return memory_by_category(self.state, tier)
 
     def close(self) -> None:
-        """Restores the module's own forwards, frees what a step that failed has left, and removes files of
-        what rests on disk.
-        """
+        """Restores the module's own forwards; frees what a step that failed has left, and removes files."""
         self.state.offloaded.delayed_steps.close()
         self.state.end_step()
         self.state.driver.detach()
         self.state.sequence_runner.restore_model()
         self.state.patches.restore_forwards()
-        for file in self.state.files:
+        for file in self._files:
             file.close()
+
+    def _make_file(self, nbytes: int, location: str) -> RankFile:
+        self._files.append(RankFile(self.state.plan.sharding.tiers.disk_folder, nbytes, location))
+        return self._files[-1]
 
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.

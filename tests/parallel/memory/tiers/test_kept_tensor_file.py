@@ -200,7 +200,7 @@ def test_after_a_step_that_failed_the_next_one_finds_the_file_empty(tmp_path: Pa
             each.step()
         each.fails = False
     assert [watched.step(), watched.step()] == [plain.step(), plain.step()]
-    (file,) = watched.executor.state.files
+    (file,) = watched.executor._files
     with patch.object(RankFile, "grow") as grown:
         watched.step()
     assert max(each.args[0] for each in grown.call_args_list) == len(file.tensor)

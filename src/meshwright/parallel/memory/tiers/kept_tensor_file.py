@@ -12,7 +12,6 @@ While a tensor is in the file it has no memory: a backward that reads it too ear
 """
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.params.rank_file import RankFile
-from meshwright.engine.runtime.host_memory import CopyWork
 from meshwright.parallel.memory.tiers.kept_tensor_copies import Kept, KeptTensorCopies, Key
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
@@ -118,8 +115,7 @@ class KeptTensorFile(KeptTensorCopies):
         self._buffers, self._file = _Buffers(state, like), None
         nbytes = activation_nbytes(actions, "disk")
         if nbytes and not isinstance(like, FakeTensor):
-            self._file = RankFile(state.plan.sharding.tiers.disk_folder, nbytes, LOCATION)
-            state.files.append(self._file)
+            self._file = state.make_file(nbytes, LOCATION)
         self.handlers |= {WRITE: self.write, READ: self.read}
 
     @torch.no_grad()
@@ -154,7 +150,7 @@ class KeptTensorFile(KeptTensorCopies):
             record.begin = self._ranges.take(record.nbytes)
             if self._file is not None:
                 self._file.grow(record.begin + record.nbytes)
-                after = _end_of(record.copy)
+                after = self._state.host_memory.end_of(record.copy)
                 work = self._file.start_write(record.begin, record.buffer, action.name, after)
         self._writes[action.name] = work
         self._state.issue(action, work)
@@ -168,7 +164,8 @@ class KeptTensorFile(KeptTensorCopies):
             self._ranges.give(record.begin)
             record.buffer = self._buffers.get(action, record.nbytes)
             if self._file is not None:
-                after = _end_of(self._buffers.copies.pop(action.allocations[0].name, None))
+                copy = self._buffers.copies.pop(action.allocations[0].name, None)
+                after = self._state.host_memory.end_of(copy)
                 work = self._file.start_read(record.begin, record.buffer, action.name, after)
         self._state.issue(action, work)
 
@@ -196,8 +193,3 @@ class KeptTensorFile(KeptTensorCopies):
         self._writes.clear()
         self._records.clear()
         self._ranges.clear()
-
-
-def _end_of(copy: Work | None) -> Callable[[], None] | None:
-    """Returns what waits, in any thread, until `copy` has ended; None if it has."""
-    return copy.synchronize if isinstance(copy, CopyWork) else None
