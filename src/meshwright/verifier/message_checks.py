@@ -195,7 +195,7 @@ def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
             before[name].append(action.name)
     for axis in reversed(plan.sharding.varying_axes):  # sites of a data centre meet first
         averages = _averages(actions, axis)
-        yield from _check_averages(plan, actions, axis, before)
+        yield from _check_averages(plan, actions, axis, averages, before)
         for name, found in averages.items():
             before[name] += [average.name for average in found]
 
@@ -211,9 +211,12 @@ def _averages(actions: Sequence[Action], axis: str) -> Mapping[str, list[Action]
 
 
 def _check_averages(
-    plan: RankPlan, actions: Sequence[Action], axis: str, before: Mapping[str, list[str]]
+    plan: RankPlan,
+    actions: Sequence[Action],
+    axis: str,
+    averages: Mapping[str, list[Action]],
+    before: Mapping[str, list[str]],
 ) -> Iterator[str]:
-    averages = _averages(actions, axis)
     periods = {average.period for found in averages.values() for average in found}
     if len(periods) > 1:
         yield f"averages over {axis} have {len(periods)} different periods: parameters would never be equal"

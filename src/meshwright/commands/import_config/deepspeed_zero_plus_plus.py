@@ -34,11 +34,9 @@ def partition_size(config: Translation, stage: int, num_ranks: int, offloaded: t
     (0: unknown); 1 where that changes nothing.
     """
     size = config.get(HPZ, 1) or 1
-    if size == 1:
-        config.drop(HPZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(HPZ, "only with ZeRO stage 3, as there")
-    elif size == num_ranks:
+    if not _applies(config, HPZ, stage, is_on=size > 1):
+        return 1
+    if size == num_ranks:
         config.drop(HPZ, "all ranks that share the weights are one partition, as without it")
     elif "weights" in offloaded:
         text = "shards of weights rest off the device, and the second shard would lie on the device"
@@ -50,15 +48,11 @@ def partition_size(config: Translation, stage: int, num_ranks: int, offloaded: t
 
 def quantizes_weights(config: Translation, stage: int, num_ranks: int) -> bool:
     """Returns whether weights are gathered as codes (ZeRO++ qwZ) by `num_ranks` ranks (0: unknown)."""
-    if not config.get(QWZ, False):
-        config.drop(QWZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(QWZ, "only with ZeRO stage 3, as there")
-    elif num_ranks == 1:
+    if not _applies(config, QWZ, stage, is_on=config.get(QWZ, False)):
+        return False
+    if num_ranks == 1:
         config.drop(QWZ, "one rank gathers nothing")
-    else:
-        return True
-    return False
+    return num_ranks != 1
 
 
 def gradient_ranks_per_host(config: Translation, stage: int, num_ranks: int, mics: int) -> int:
@@ -66,11 +60,9 @@ def gradient_ranks_per_host(config: Translation, stage: int, num_ranks: int, mic
     unknown); 0: sums are exact. `mics` are the ranks that share the weights, if above 0.
     """
     near = config.get(HPZ, 1) or 1
-    if not config.get(QGZ, False):
-        config.drop(QGZ, OFF_TEXT)
-    elif stage < 3:
-        config.drop(QGZ, "only with ZeRO stage 3, as there")
-    elif num_ranks == 1:
+    if not _applies(config, QGZ, stage, is_on=config.get(QGZ, False)):
+        return 0
+    if num_ranks == 1:
         config.drop(QGZ, "one rank sums nothing")
     elif mics > 0:
         text = (
@@ -86,3 +78,12 @@ def gradient_ranks_per_host(config: Translation, stage: int, num_ranks: int, mic
     else:
         return int(near)
     return 0
+
+
+def _applies(config: Translation, option: str, stage: int, *, is_on: bool) -> bool:
+    """Returns whether `option` changes anything with this ZeRO stage; drops it if not."""
+    if not is_on:
+        config.drop(option, OFF_TEXT)
+    elif stage < 3:
+        config.drop(option, "only with ZeRO stage 3, as there")
+    return is_on and stage >= 3

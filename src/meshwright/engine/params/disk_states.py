@@ -33,7 +33,7 @@ from meshwright.comm.collectives.group import Work
 from meshwright.engine.params.offloaded_states import RestingTensor
 from meshwright.engine.params.rank_file import LOCATION, load_pages
 from meshwright.engine.runtime.cpu_allocator import trim_heap
-from meshwright.engine.runtime.host_memory import CopyWork, page_aligned
+from meshwright.engine.runtime.host_memory import page_aligned
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.sharding.flat_param import round_up
@@ -362,8 +362,7 @@ class DiskStates:
 
     def _end_of_copy(self, allocation: Allocation) -> Callable[[], None] | None:
         """Returns what waits until the weights in a buffer are on the device; None if they are."""
-        copy = self._copies.pop(allocation.name, None)
-        return copy.synchronize if isinstance(copy, CopyWork) else None
+        return self._state.host_memory.end_of(self._copies.pop(allocation.name, None))
 
     def _page_aligned(self, allocation: Allocation) -> torch.Tensor:
         """Returns the buffer `allocation`, in memory that the file reads into."""

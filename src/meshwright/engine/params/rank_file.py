@@ -112,25 +112,13 @@ class RankFile:
 
         The thread of the file calls `after` first, which returns when `target` may be overwritten.
         """
-
-        def read() -> None:
-            if after is not None:
-                after()
-            self._transfer(begin, target, action, writes=False)
-
-        return FileWork(self._thread.submit(read))
+        return self._start(begin, target, action, after, writes=False)
 
     def start_write(
         self, begin: int, source: torch.Tensor, action: str, after: Callable[[], None] | None = None
     ) -> Work:
         """Starts to write `source`, likewise; `after` returns when all of it is there."""
-
-        def write() -> None:
-            if after is not None:
-                after()
-            self._transfer(begin, source, action, writes=True)
-
-        return FileWork(self._thread.submit(write))
+        return self._start(begin, source, action, after, writes=True)
 
     def grow(self, nbytes: int) -> None:
         """Makes the file at least `nbytes` long, whole blocks; what is new is not in `tensor`."""
@@ -155,6 +143,16 @@ class RankFile:
         """Waits for what is under way; the file is removed once nobody holds `tensor`."""
         self._thread.shutdown()
         self._close_file()
+
+    def _start(
+        self, begin: int, tensor: torch.Tensor, action: str, after: Callable[[], None] | None, *, writes: bool
+    ) -> Work:
+        def run() -> None:
+            if after is not None:
+                after()
+            self._transfer(begin, tensor, action, writes=writes)
+
+        return FileWork(self._thread.submit(run))
 
     def _transfer(self, begin: int, tensor: torch.Tensor, action: str, *, writes: bool) -> None:
         """Moves all bytes of `tensor`, however few the system moves at a time (at most 2 GiB)."""

@@ -73,7 +73,8 @@ class HostMemory:
         is_usable = isinstance(found, FakeTensor) or not found.data_ptr() % FILE_BLOCK_NBYTES
         return found if is_usable else page_aligned(nbytes)
 
-    def end_of(self, copy: Work | None) -> Callable[[], None] | None:
+    @staticmethod
+    def end_of(copy: Work | None) -> Callable[[], None] | None:
         """Returns what waits, in any thread, until `copy` has ended; None if it has."""
         return copy.synchronize if isinstance(copy, CopyWork) else None
 

@@ -110,7 +110,7 @@ class KeptTensorFile(KeptTensorCopies):
         actions = state.plan.actions
         self._first = next((each.name for each in actions if each.kind == OFFLOAD), "")
         self._records: dict[Key, _Record] = {}
-        self._ranges, self._writes = FileRanges(), dict[str, Work]()
+        self._ranges = FileRanges()
         like = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
         self._buffers, self._file = _Buffers(state, like), None
         nbytes = activation_nbytes(actions, "disk")
@@ -122,7 +122,8 @@ class KeptTensorFile(KeptTensorCopies):
     def offload(self, action: Action) -> None:
         """Starts to copy what a block call keeps into a buffer; its device memory is free behind the copy."""
         if action.name == self._first:
-            self._begin_step()
+            self._records.clear()  # of a step that failed; the file moves its last ones before any new one
+            self._ranges.clear()
         places, end = list[_Place](), 0
         with torch._C.DisableTorchFunction():
             found = sorted(self.kept_tensors(action), key=lambda each: -each.flat.element_size())
@@ -152,7 +153,6 @@ class KeptTensorFile(KeptTensorCopies):
                 self._file.grow(record.begin + record.nbytes)
                 after = self._state.host_memory.end_of(record.copy)
                 work = self._file.start_write(record.begin, record.buffer, action.name, after)
-        self._writes[action.name] = work
         self._state.issue(action, work)
 
     def read(self, action: Action) -> None:
@@ -185,11 +185,3 @@ class KeptTensorFile(KeptTensorCopies):
             work = self._state.host_memory.start_copies(action, pairs)
         self._buffers.copies[action.frees[0]] = work
         self._state.issue(action, work)
-
-    def _begin_step(self) -> None:
-        """Forgets what a step that failed has left."""
-        for work in self._writes.values():
-            work.wait()
-        self._writes.clear()
-        self._records.clear()
-        self._ranges.clear()

@@ -140,16 +140,19 @@ def _copies(last: Action, leaving: LeavingActivations) -> ActivationMove:
     return ActivationMove(offload, fetch, leaving.behind, leaving.fetch, leaving.readers)
 
 
+def near_waits(by_name: Mapping[str, Action], action: Action) -> set[str]:
+    """Returns the names that `action` waits for, those that these wait for, and so on up to four: from a copy
+    back over a read and a write to the copy out, and what that waits for.
+    """
+    found = set(action.waits)
+    for _ in range(3):
+        found |= {name for each in found if each in by_name for name in by_name[each].waits}
+    return found
+
+
 def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     """Yields copies of activations that come too early, too late, or not back."""
     by_name = {action.name: action for action in actions}
-
-    def awaited(action: Action) -> set[str]:
-        """The names that it waits for, those that these wait for, and so on: a copy, a read and a write."""
-        found = set(action.waits)
-        for _ in range(3):
-            found |= {name for each in found if each in by_name for name in by_name[each].waits}
-        return found
 
     def present(action: Action, kinds: Sequence[str]) -> list[Action]:
         names = (replace(action, kind=kind).name for kind in kinds)
@@ -163,7 +166,8 @@ def copy_conflicts(actions: Sequence[Action]) -> Iterator[str]:
         elif action.kind == FETCH:
             needed = [offload]
             reader = next(iter(present(action, ("RECOMPUTE", *INPUT_GRAD_KINDS))), None)
-            if reader is not None and fetch.name not in awaited(reader):
+            if reader is not None and fetch.name not in near_waits(by_name, reader):
                 yield f"{reader.name} does not wait for {fetch.name}"
-        missing = (each.name for each in needed if each.name not in awaited(action))
+        awaited = near_waits(by_name, action)
+        missing = (each.name for each in needed if each.name not in awaited)
         yield from (f"{action.name} does not wait for {name}" for name in missing)

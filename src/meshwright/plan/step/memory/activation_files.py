@@ -21,13 +21,13 @@ from dataclasses import replace
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES, MemoryTier
 from meshwright.plan.hardware.streams import COPY
 from meshwright.plan.sharding.flat_param import round_up
-from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, FETCH, OFFLOAD
+from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, FETCH, OFFLOAD, near_waits
 from meshwright.plan.step.memory.memory_names import (
     activation_buffer_name,
     is_activation_buffer,
     on_disk_name,
 )
-from meshwright.plan.step.program import Action, Allocation, Transfer, transitive_waits, with_waits
+from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
 from meshwright.plan.step.single_device_program import INPUT_GRAD_KINDS
 
 WRITE, READ = ACTIVATION_FILE_KINDS = ("WRITE_ACTIVATIONS", "READ_ACTIVATIONS")
@@ -38,12 +38,8 @@ def through_file(actions: Sequence[Action]) -> list[Action]:
     """Returns `actions`, in which activations are copied to the host and back, with the way to the file and
     back in between.
     """
-    moved = {action.name: action for action in actions if action.kind == OFFLOAD}
-    if not moved:
-        return list(actions)
-    largest = max(_whole_blocks(each) for each in moved.values())
-    written = _with_writes(actions, largest)
-    return _with_reads(written, largest)
+    largest = max((_whole_blocks(each) for each in actions if each.kind == OFFLOAD), default=0)
+    return _with_reads(_with_writes(actions, largest), largest)
 
 
 def _with_writes(actions: Sequence[Action], largest: int) -> list[Action]:
@@ -142,13 +138,13 @@ def activation_file_conflicts(actions: Sequence[Action]) -> Iterator[str]:
     if not any(action.kind in ACTIVATION_FILE_KINDS for action in actions):
         return
     before = {WRITE: OFFLOAD, READ: WRITE, FETCH: READ}
-    moves = [action for action in actions if action.kind in (OFFLOAD, *before)]
-    names, freed_by = {action.name for action in moves}, dict[str, str]()
-    for action in moves:
+    moves = {action.name: action for action in actions if action.kind in (OFFLOAD, *before)}
+    freed_by = dict[str, str]()
+    for action in moves.values():
         needed = [replace(action, kind=before[action.kind]).name] if action.kind in before else []
-        if action.kind == WRITE and replace(action, kind=READ).name not in names:
+        if action.kind == WRITE and replace(action, kind=READ).name not in moves:
             yield f"{action.name} leaves activations in the file, and no {READ} reads them"
         needed += [freed_by[each.name] for each in action.allocations if each.name in freed_by]
-        awaited = transitive_waits(moves, action) if needed else set[str]()
+        awaited = near_waits(moves, action)
         yield from (f"{action.name} does not wait for {name}" for name in needed if name not in awaited)
         freed_by |= dict.fromkeys(action.frees, action.name)
