@@ -14,6 +14,7 @@ from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import planned_messages
+from meshwright.verifier.static_checks import static_checks
 from tests.parallel.outer.site_plans import (
     ADAMW,
     ANALYZED,
@@ -24,7 +25,7 @@ from tests.parallel.outer.site_plans import (
     site_plan,
     trained,
 )
-from tests.tiny_model import executor_of, tiny_job
+from tests.tiny_model import case_of, executor_of, tiny_job, verdict_of
 
 LOCAL = mw.LocalSGD(sync_every=3)
 NUMEL = sum(param.numel for param in ANALYZED.model_spec.trainable)
@@ -48,6 +49,15 @@ def test_a_round_sends_2_k_1_k_n_over_the_sites_and_nothing_between(inner: str, 
     assert sent(2) == pytest.approx(2 * (k - 1) / k * (padded + 40))
     assert sent(0) == sent(1) == sent(3) == 0
     assert sent(19) == sent(2), "the last step of the run ends a round"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_activations_may_leave_the_device_within_a_step(on_disk: bool, tmp_path: Path):
+    leaving = mw.ActivationOffload(prefetch=0, folder=str(tmp_path) if on_disk else "")
+    plan = mw.make_plan(ANALYZED, tiny_job(), mw.Mesh(outer=3), (leaving, LOCAL), 2)
+    assert static_checks(plan) == []
+    verdict = verdict_of(case_of(ANALYZED, plan), 7)  # two rounds
+    assert verdict.passed, verdict
 
 
 def test_the_ledger_has_what_the_program_states_in_a_round_and_between():

@@ -67,7 +67,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages, RoundRule
-from meshwright.plan.hardware.memory_tiers import ON_DEVICE
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
@@ -191,7 +190,7 @@ class RoundStrategy(Strategy):
         if sharding.primary_rank_axes:
             text = "one rank steps for all others (data_parallel_master), and each averages what it steps"
             yield Diagnostic(text, 'use the strategy "ddp" or "zero" in its place', where)
-        if sharding.tiers != ON_DEVICE:
+        if not sharding.tiers.keeps_states_on_device:
             text = "model states rest off the device, and what is averaged there is not yet supported"
             yield Diagnostic(text, f"remove offload and disk_offload, or {self.name}", where)
         owned = [each.param.name for each in sharding.param_shardings if each.owner_axes]

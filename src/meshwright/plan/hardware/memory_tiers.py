@@ -39,6 +39,11 @@ class MemoryTiers:
     disk_folder: str = ""
     activations: MemoryTier = "device"
 
+    @property
+    def keeps_states_on_device(self) -> bool:
+        """Whether all model states rest on the device; activations may leave it within a step."""
+        return {self.optimizer_states, self.gradients, self.weights} == {"device"}
+
     def in_folder(self, folder: str, location: str) -> "MemoryTiers":
         """Returns these tiers with the files of ranks in `folder`, a key of the config at `location`.
 
