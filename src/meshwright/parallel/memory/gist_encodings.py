@@ -55,8 +55,26 @@ def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether numpy can work on the tensor: it packs and searches bits 10 times faster than torch."""
+    """Whether numpy can work on the tensor: it compares, packs and searches 5 times faster than torch."""
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+
+
+def _passes(result: torch.Tensor) -> torch.Tensor:
+    """Returns where ReLU's gradient passes: where `result` is not <= 0, so also where it is no number."""
+    if _is_on_cpu(result) and result.itemsize > 2:  # numpy has no bfloat16
+        mask = np.less_equal(result.detach().numpy(), 0)
+        return torch.from_numpy(np.logical_not(mask, out=mask))
+    return (result <= 0).logical_not_()
+
+
+def _has_bits(result: torch.Tensor) -> torch.Tensor:
+    """Returns where `result` is anything but +0."""
+    bits = result.view(_BITS[result.itemsize])
+    return torch.from_numpy(np.not_equal(bits.numpy(), 0)) if _is_on_cpu(bits) else bits != 0
+
+
+def _are_equal(bits: torch.Tensor, others: torch.Tensor) -> bool:
+    return _is_on_cpu(bits) and np.array_equal(bits.numpy(), others.numpy())
 
 
 @dataclass
@@ -78,13 +96,13 @@ class ReluResult:
 
     def keep_sign(self, result: torch.Tensor) -> None:
         """Keeps what the backward of ReLU needs."""
-        self.passes = pack_bits((result <= 0).logical_not_())
+        self.passes = pack_bits(_passes(result))
 
     def keep_values(self, result: torch.Tensor) -> int:
         """Keeps every bit of `result`; returns the number of values that this takes."""
-        mask = result.view(_BITS[result.itemsize]) != 0
+        mask = _has_bits(result)
         bits = pack_bits(mask)
-        same = self.passes is not None and _is_on_cpu(bits) and torch.equal(bits, self.passes)
+        same = self.passes is not None and _are_equal(bits, self.passes)
         self.nonzero = self.passes if same else bits
         self.values = result.flatten().index_select(0, _places(mask))
         return len(self.values)
@@ -93,7 +111,7 @@ class ReluResult:
         """Returns 0 and 1 in place of the result, of which the backward of ReLU needs the sign."""
         if self.passes is None:
             raise RuntimeError("the signs of this result were not kept: call keep_sign in the forward")
-        return self._strided(unpack_bits(self.passes, self.shape).to(self.dtype))
+        return self._strided(unpack_bits(self.passes, self.shape).view(torch.uint8).to(self.dtype))
 
     def decoded(self) -> torch.Tensor:
         """Returns the result."""
