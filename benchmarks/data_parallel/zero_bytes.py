@@ -23,10 +23,10 @@ gloo, the second step of each case.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 from benchmarks.data_parallel.small_llamas import Case, llama, make_executor, random_samples
 from benchmarks.harness.result import Result
@@ -100,15 +100,21 @@ class ByteFormula:
         return (self.ranks - 1) * -(-numel // self.ranks) * element_nbytes
 
 
-def param_group_numels(model: str, *, tied: bool) -> tuple[int, ...]:
-    """Returns the elements of each parameter group of a Llama, from the names of its parameters: embedding,
+def param_group_shapes(model: str, *, tied: bool) -> list[tuple[tuple[int, ...], ...]]:
+    """Returns the shapes in each parameter group of a Llama, from the names of its parameters: embedding,
     layers, norm, and head unless tied.
     """
-    numels: Counter[str] = Counter()
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
     for name, parameter in llama(model, tied=tied).named_parameters():
         path = name.split(".")
-        numels[".".join(path[: 3 if "layers" in path else 2])] += parameter.numel()
-    return tuple(numels.values())
+        group = ".".join(path[: 3 if "layers" in path else 2])
+        shapes[group] = (*shapes.get(group, ()), tuple(parameter.shape))
+    return list(shapes.values())
+
+
+def param_group_numels(model: str, *, tied: bool) -> tuple[int, ...]:
+    """Returns the elements of each parameter group of a Llama."""
+    return tuple(sum(map(prod, shapes)) for shapes in param_group_shapes(model, tied=tied))
 
 
 def byte_formula(case: Case) -> ByteFormula:
