@@ -182,11 +182,11 @@ class Strategy(ABC):
         """
         return program
 
-    def coded_numel(self, action: Action, view: RankView) -> int:
-        """Returns how many elements this technique codes for `action` on the rank of `view`, with the codec
-        of its mode; that takes time beside the messages.
+    def coding_passes(self, action: Action, view: RankView) -> Mapping[str, int]:
+        """Returns how many elements this technique codes for `action` on the rank of `view`, which takes time
+        beside the messages, by what codes them: its mode for a whole sum, "encode CODEC", "decode CODEC".
         """
-        return 0
+        return {}
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         """Returns the tensors that this technique keeps from step to step, on the rank of `view`."""

@@ -19,10 +19,13 @@ from meshwright.plan.job.job import LossGuard, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.planner.program_cost.action_cost import ActionCosts
+from meshwright.planner.program_cost.compression_gain import compression_notes
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.pipeline.test_pipeline_strategy_tensor import CASES, planned, tokens
 from tests.parallel.pipeline.test_pipeline_strategy_tensor import model as paired_model
+from tests.planner.simple_machine import ground
 from tests.tiny_model import (
     TOKENS,
     WIDTH,
@@ -120,6 +123,22 @@ def test_a_message_has_the_bytes_of_its_codes(codec: str):
     ]
     assert set(held) == {NBYTES[codec]}
     assert len(held) == 4 * 6  # both ways, at both boundaries, for each microbatch
+
+
+def test_a_send_is_encoded_and_a_receive_decoded_and_both_are_priced():
+    plan, target = coded(ActivationCompression(codec="int8")), ground(links=1e6, coding=2e-6)
+    costs = {each.name: ActionCosts(plan, 1, target).cost(each) for each in plan.for_rank(1).actions}
+    for action in plan.for_rank(1).actions:
+        found = [each.coding_passes(action, plan.rank_view(1)) for each in plan.strategies]
+        passes = {name: numel for each in found for name, numel in each.items()}
+        ways = {"SEND": "encode", "SEND_GRAD": "encode", "RECV": "decode", "RECV_GRAD": "decode"}
+        expected = {f"{ways[action.kind]} int8": NUMEL} if action.kind in ways else {}
+        assert passes == expected
+        if passes:  # the message is counted where it is sent
+            sending = 1e-6 * NBYTES["int8"] if action.kind.startswith("SEND") else 0.0
+            assert costs[action.name].comm_s == pytest.approx(sending + 2e-6 * NUMEL)
+    (note,) = compression_notes(plan, ground(links=1e6))
+    assert "(decode int8, encode int8)" in note
 
 
 def test_large_values_take_a_quarter_or_half_of_their_bytes():

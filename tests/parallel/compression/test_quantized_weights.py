@@ -14,12 +14,15 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.planner.program_cost.action_cost import ActionCosts
+from meshwright.planner.program_cost.compression_gain import compression_notes
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, llama, planned
+from tests.planner.simple_machine import ground
 from tests.tiny_model import (
     analyzed_model,
     case_of,
@@ -84,6 +87,19 @@ def test_a_gather_sends_a_byte_per_element_and_a_scale_per_block():
         assert (message.collective, message.dtype) == ("all_gather", "uint8")
         assert message.nbytes == numel + 4 * -(-numel // 256)
         assert gather.transfer.nbytes == 8 * numel  # what it means: float64
+        passes = CODES.coding_passes(gather, plan.rank_view(0))
+        assert passes == {"encode int8": numel, "decode int8": 3 * numel}  # its own, and those of all
+
+
+def test_the_price_of_a_gather_has_the_seconds_to_code():
+    plan, target = plan_of(CODES), ground(links=1e6, coding=2e-6)
+    gather = next(each for each in plan.for_rank(0).actions if each.kind == "UNSHARD")
+    (message,), numel = gather.transfer.messages, gather.transfer.nbytes // 8
+    cost = ActionCosts(plan, 0, target).cost(gather)
+    assert cost.comm_s == pytest.approx(1e-6 * message.nbytes + 2e-6 * 4 * numel)
+    assert list(compression_notes(plan, target)) == []
+    (note,) = compression_notes(plan, ground(links=1e6))
+    assert "not counted (decode int8, encode int8): `meshwright bench device` measures them" in note
 
 
 ARRANGEMENTS: dict[str, tuple[tuple[Strategy, ...], dict[str, object]]] = {

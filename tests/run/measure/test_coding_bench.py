@@ -1,16 +1,22 @@
 """The time of codecs: which ones are measured, that they do what a rank does, and what the samples mean."""
 
+from typing import get_args
+
 import torch
 
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.compression.activation_compression import CodecName
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.run.measure.coding_bench import NUMEL, coding_operations, coding_points
 
 
 def test_every_codec_without_states_of_its_own_is_measured():
     operations = coding_operations(torch.device("cpu"))
-    assert {"cast", "int8", "int4", "sign", "qgz"} <= operations.keys() <= STRATEGIES["compress"].keys()
-    assert "powersgd" not in operations
+    sums = {name for name in operations if " " not in name}
+    assert {"cast", "int8", "int4", "sign", "qgz"} <= sums <= STRATEGIES["compress"].keys()
+    assert "powersgd" not in sums
+    names = get_args(CodecName)
+    assert operations.keys() - sums == {f"{way} {name}" for name in names for way in ("encode", "decode")}
 
 
 def test_an_operation_codes_and_decodes_every_element(monkeypatch):
@@ -29,6 +35,15 @@ def test_an_operation_codes_and_decodes_every_element(monkeypatch):
     monkeypatch.setattr(Int8Compression, "decode_into", counting_decode)
     coding_operations(torch.device("cpu"))["int8"]()
     assert counted == {"encoded": NUMEL + NUMEL // 2, "decoded": 2 * NUMEL}
+
+
+def test_one_way_codes_all_elements_and_leaves_them_as_they_are():
+    operations = coding_operations(torch.device("cpu"))
+    codes = operations["encode int8"]()
+    assert isinstance(codes, torch.Tensor)
+    assert len(codes) == NUMEL + 4 * NUMEL // 256
+    assert torch.equal(operations["encode int8"](), codes)
+    operations["decode int8"]()
 
 
 def test_samples_become_seconds_of_one_element():

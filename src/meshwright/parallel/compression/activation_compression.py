@@ -114,11 +114,23 @@ class ActivationCompression(Strategy):
         return program.edit(lambda actions: self._code_boundaries(actions, names))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        runtime.state.activation_codec = FlatCodec(self._codec, self.codec)
+        runtime.state.activation_codec = self.flat_codec
         return {}
+
+    def coding_passes(self, action: Action, view: RankView) -> Mapping[str, int]:
+        transfer = action.transfer
+        if transfer is None or not transfer.carried_by or action.kind not in BOUNDARY_KINDS:
+            return {}
+        way = "decode" if action.stream == "recv" else "encode"
+        return {f"{way} {self.codec}": transfer.nbytes // FLOAT_NBYTES[transfer.dtype]}
 
     def loss_tolerance(self, sharding: ShardingPlan) -> float:
         return UNIT_ERROR[self.codec] * max(1, len(sharding.stages) - 1)
+
+    @property
+    def flat_codec(self) -> "FlatCodec":
+        """What codes values."""
+        return FlatCodec(self._codec, self.codec)
 
     @property
     def _codec(self) -> BlockCodec:

@@ -179,11 +179,11 @@ class GradientCompression(Strategy):
                 layout = self.owed_layout(each, view.plan)
                 yield StateSpec("residual", param=each.param.name, dtype=dtype, layout=layout)
 
-    def coded_numel(self, action: Action, view: RankView) -> int:
+    def coding_passes(self, action: Action, view: RankView) -> Mapping[str, int]:
         transfer = action.transfer
         if transfer is None or not self.codes(action, view.plan):
-            return 0
-        return transfer.nbytes // FLOAT_NBYTES[transfer.dtype]
+            return {}
+        return {self.mode: transfer.nbytes // FLOAT_NBYTES[transfer.dtype]}
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         plan = runtime.state.plan

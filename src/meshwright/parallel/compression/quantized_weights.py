@@ -47,6 +47,7 @@ from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.parallel.compression.codecs.sliced_sums import of_peers
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
@@ -79,6 +80,16 @@ class QuantizedWeights(Strategy):
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._gather_codes(actions, view))
+
+    def coding_passes(self, action: Action, view: RankView) -> Mapping[str, int]:
+        transfer = action.transfer
+        if transfer is None or not transfer.carried_by or not self._carries(action, view):
+            return {}
+        shard = transfer.nbytes // FLOAT_NBYTES[transfer.dtype]
+        return {
+            f"encode {CODEC.mode}": shard,
+            f"decode {CODEC.mode}": shard * transfer.num_ranks(view.plan.mesh),
+        }
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         runtime.wrap("UNSHARD", _CodedGathers(runtime).wrap_unshard)

@@ -34,7 +34,8 @@ class Stream:
     """A stream: what its actions occupy, and whether each starts a work that others wait for.
 
     `in_order_per_peer`: actions are in order for each peer, not all together. `is_priced`: its actions take
-    seconds and send bytes; a receive does not, because its message is counted where it is sent.
+    seconds and send bytes; a receive does not, because its message is counted where it is sent: it takes
+    only those to decode.
     """
 
     resource: Resource

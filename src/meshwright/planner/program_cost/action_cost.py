@@ -11,8 +11,7 @@
                     the bytes of gradients, weights and optimizer states that they read and write
     RESHARD         a copy of the shard that it keeps, if it keeps one (hpz)
     REDUCE, UNSHARD, SEND ...
-                    seconds on the network (network_time.py); of compressed sums also those to code them,
-                    not yet of weights and activations that travel as codes
+                    seconds on the network (network_time.py), and those to code what travels as codes
     copy_in, copy_out, disk, host
                     bytes over the rate of what the stream occupies (plan/hardware/streams.py)
 
@@ -103,7 +102,7 @@ class ActionCosts:
         """Returns the cost of `action`."""
         stream = STREAMS[action.stream]
         if not stream.is_priced:
-            return ActionCost()
+            return ActionCost(0.0, self.coding_seconds(action) or 0.0)
         if stream.copies:
             nbytes = 0 if action.transfer is None else action.transfer.nbytes
             return ActionCost(0.0, nbytes / self.target.copy_rates[stream.resource] if nbytes else 0.0)
@@ -115,14 +114,14 @@ class ActionCosts:
 
     def coding_seconds(self, action: Action) -> float | None:
         """Returns the seconds in which the rank codes and decodes what `action` sends; None: unknown."""
-        total = 0.0
-        for strategy in self._plan.strategies:
-            numel = strategy.coded_numel(action, self._view)
-            seconds = self.target.device_time.coding_seconds(strategy.mode, numel) if numel else 0.0
-            if seconds is None:
-                return None
-            total += seconds
-        return self.target.slowdown * total
+        passes = [each.coding_passes(action, self._view) for each in self._plan.strategies]
+        found = [
+            self.target.device_time.coding_seconds(name, numel)
+            for each in passes
+            for name, numel in each.items()
+        ]
+        known = [seconds for seconds in found if seconds is not None]
+        return self.target.slowdown * sum(known) if len(known) == len(found) else None
 
     def _compute_seconds(self, action: Action) -> float:
         kind = action.kind

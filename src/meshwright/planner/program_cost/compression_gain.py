@@ -1,4 +1,5 @@
-"""Says of a plan from which link speed on its compressed sums pay (planner/machine/compression_gain.py).
+"""Says of a plan from which link speed on its compressed sums pay (planner/machine/compression_gain.py), and
+of weights and activations that travel as codes whether the seconds to code them are known.
 
 Bytes are those that a rank sends in a step, by the formulas of collectives. The rank with most to save
 counts.
@@ -23,9 +24,18 @@ def compression_gain(plan: Plan, target: ExecutionTarget) -> CompressionGain:
 
 
 def compression_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
-    """Yields what a compressed plan gains, and from which link speed on; nothing of other plans."""
-    if not plan.sharding.compressed_params:
-        return
+    """Yields what a compressed plan gains, and from which link speed on, and whether coding is not counted;
+    nothing of other plans.
+    """
+    if plan.sharding.compressed_params:
+        yield from _sum_notes(plan, target)
+    unknown = _unknown_passes(plan, target)
+    if unknown:
+        text = f"the seconds to code what travels as codes are not known on {target.name} and not counted"
+        yield f"{text} ({', '.join(unknown)}): `meshwright bench device` measures them"
+
+
+def _sum_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
     gain = compression_gain(plan, target)
     if not gain.saved_nbytes:
         return
@@ -46,11 +56,26 @@ def compression_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
         yield text if gain.pays else f"{text}: remove the strategy compress"
 
 
+def _unknown_passes(plan: Plan, target: ExecutionTarget) -> list[str]:
+    """Returns what codes weights and activations of `plan` and has no known seconds."""
+    found = {
+        name
+        for role in plan.role_plans()
+        for action in role.actions
+        for strategy in plan.strategies
+        for name in strategy.coding_passes(action, role.view)
+        if name != strategy.mode
+    }
+    return sorted(name for name in found if target.device_time.coding_seconds(name, 1) is None)
+
+
 def _gain_of(plan: Plan, rank: int, target: ExecutionTarget) -> CompressionGain:
     costs, view, gain = ActionCosts(plan, rank, target), plan.rank_view(rank), CompressionGain()
     for action in plan.for_rank(rank).actions:
         transfer = action.transfer
-        if transfer is None or not any(each.coded_numel(action, view) for each in plan.strategies):
+        if transfer is None or not any(
+            each.mode in each.coding_passes(action, view) for each in plan.strategies
+        ):
             continue
         seconds, (exact_s, coded_s) = costs.coding_seconds(action), costs.exact_and_coded_seconds(transfer)
         gain = CompressionGain(

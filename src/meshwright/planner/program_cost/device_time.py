@@ -55,7 +55,9 @@ class DeviceTime(Protocol):
         """
 
     def coding_seconds(self, codec: str, numel: float) -> float | None:
-        """Returns the seconds in which a rank codes and decodes a sum of `numel` elements; None: unknown."""
+        """Returns the seconds in which a rank codes and decodes a sum of `numel` elements with the codec, or
+        with "encode CODEC" or "decode CODEC" does that to them once; None: unknown.
+        """
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """Returns how far the slowest of `num_ranks` devices is behind their mean after `seconds` of work."""

@@ -19,7 +19,7 @@ def profile_view(profile: DeviceProfile) -> RenderableType:
     tables = [_summary(profile), _matmuls(profile), _attention(profile), _memory_ops(profile)]
     titles = {
         "element-wise operations with much computation: ns per element": profile.elementwise_ops,
-        "compressed gradients, coded and decoded: ns per element": profile.codings,
+        "codecs: ns per element coded and decoded": profile.codings,
     }
     return Group(*tables, *(_elementwise(title, timings) for title, timings in titles.items() if timings))
 

@@ -1,22 +1,28 @@
-"""Measures how long a rank codes a gradient, sums what arrives, and decodes: seconds per element, by codec.
+"""Measures how long a rank codes a gradient, sums what arrives, and decodes: seconds per element, by codec;
+and how long it encodes, and decodes, weights and activations.
 
 measured    the rounds of an all-reduce of 2^20 elements between the fewest ranks that sum codes, as rank 0
             runs them, with what is owed; messages are not sent: what arrives is what was sent
 codecs      each mode of `compress` with its usual options. One that keeps states of its own (the factors
             of PowerSGD) takes a time that depends on shapes, and is left out: its seconds stay unknown
+one way     "encode int8" and "decode int8" of 2^20 elements, and so on: what activations travel as, and
+            (int8) weights
 """
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import get_args
 
 import torch
 
 from meshwright.comm.tuning.allreduce_bench import relative_spread
 from meshwright.parallel import STRATEGIES
+from meshwright.parallel.compression.activation_compression import ActivationCompression, CodecName
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.plan.step.program import Transfer
+from meshwright.plan.strategy_interface import ActivationCodec
 from meshwright.planner.machine.device_profile import ElementwiseTiming
 from meshwright.run.measure.operation_timer import Operation
 
@@ -24,20 +30,33 @@ NUMEL, AXIS, PARAM = 1 << 20, "dp_replicate", "weight"
 
 
 def coding_operations(device: torch.device) -> dict[str, Operation]:
-    """Returns an operation for each codec, by mode; each codes and decodes NUMEL elements."""
+    """Returns an operation for each codec, by mode, which codes and decodes NUMEL elements; and two, "encode
+    CODEC" and "decode CODEC", for each codec of activations.
+    """
     codecs = (strategy_class() for strategy_class in STRATEGIES[GradientCompression.name].values())
-    return {
+    sums = {
         each.mode: _coding(each, device)
         for each in codecs
         if isinstance(each, GradientCompression) and type(each).states is GradientCompression.states
+    }
+    return sums | {
+        f"{way} {name}": operation
+        for name in get_args(CodecName)
+        for way, operation in _one_way(ActivationCompression(codec=name).flat_codec, device).items()
     }
 
 
 def coding_points(samples: Mapping[str, Sequence[float]]) -> list[ElementwiseTiming]:
     """Returns the seconds per element of samples of `coding_operations`."""
     return [
-        ElementwiseTiming(mode, median(seen) / NUMEL, relative_spread(seen)) for mode, seen in samples.items()
+        ElementwiseTiming(name, median(seen) / NUMEL, relative_spread(seen)) for name, seen in samples.items()
     ]
+
+
+def _one_way(codec: ActivationCodec, device: torch.device) -> dict[str, Operation]:
+    values = torch.randn(NUMEL, device=device)
+    codes, decoded = codec.encode(values), torch.empty_like(values)
+    return {"encode": lambda: codec.encode(values), "decode": lambda: codec.decode(codes, decoded)}
 
 
 def _coding(codec: GradientCompression, device: torch.device) -> Operation:

@@ -99,7 +99,7 @@ TABLE_COMMENTS = {
     "attention": "fused attention without a mask: seconds, backward alone",
     "memory_ops": "operations that only read and write: bytes of both together, bytes/s",
     "elementwise_ops": "operations that compute much for each number: seconds of one",
-    "codings": "codecs of compressed gradients: seconds of one element, coded, summed and decoded",
+    "codings": "codecs: seconds of one element, coded, summed and decoded; or encoded, or decoded, once",
     "straggler_samples": "work of so many seconds: how far the later of two is behind their mean, as a share",
 }
 
