@@ -53,6 +53,22 @@ def test_a_lossy_plan_is_compared_with_its_exact_one_over_three_seeds(job, say):
     assert exact != lossy
 
 
+def test_sites_are_compared_with_one_that_has_all_samples(job, say):
+    strategies = [{"name": "local_sgd", "sync_every": 3}]
+    config = job(strategies=strategies, mesh={"outer": 2, "dp_replicate": 1}, evaluate={"hold_out": 24})
+    code, _, err = say("verify", config, "--curve", "--steps", 11)
+    assert code == 2
+    assert "step 11 lies in the middle of a round" in err
+    code, _, err = say("verify", config, "--curve", "--steps", 12)
+    assert (code, err) == (0, "")
+    found = curve_of(config)
+    exact, lossy = found["curves"][:2]
+    assert exact["losses"][0] == pytest.approx(lossy["losses"][0], rel=1e-5)  # the mean of both sites
+    assert exact["held_out"][0] == pytest.approx(lossy["held_out"][0], rel=1e-5)
+    assert exact["losses"][4] != pytest.approx(lossy["losses"][4], rel=1e-5)
+    assert found["mesh"] == "outer 2"
+
+
 def test_a_residual_with_the_wrong_sign_is_behind(job, say, monkeypatch):
     """What codes lose is taken away again, so that errors grow."""
     add_owed = CodedOperand.add_owed

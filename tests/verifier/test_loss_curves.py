@@ -10,12 +10,16 @@ import pytest
 
 import meshwright as mw
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.plan.job.job import EvalConfig
 from meshwright.verifier.loss_curves import (
     OUTCOMES,
     CurveVerdict,
     LossCurve,
     curve_diagnostics,
+    default_steps,
     exact_counterparts,
+    mean_over_sites,
+    one_site,
 )
 from tests.parallel.compression.coded_plans import coded_plan
 from tests.tiny_model import analyzed_model, plan_of, tiny_job
@@ -82,6 +86,27 @@ def test_the_exact_counterpart_leaves_codecs_out_and_replaces_what_a_plan_needs(
     )
 
 
+def test_sites_are_compared_with_one_that_has_all_samples():
+    inside = mw.BatchSplit("dp_shard"), mw.ZeRO()
+    strategies = *inside, mw.DiLoCo(sync_every=4)
+    sites = mw.make_plan(analyzed_model(), tiny_job(), mw.Mesh(outer=3, dp_shard=2), strategies)
+    assert one_site(sites.mesh) == mw.Mesh(dp_shard=2)
+    assert exact_counterparts(sites.strategies) == inside
+    assert default_steps(sites) == 20
+    by_rank = [((1.0, 2.0), None), ((1.0, 2.0), None), ((2.0, 4.0), None), ((2.0, 4.0), None)]
+    by_rank += [((6.0, 0.0), None)] * 2
+    assert mean_over_sites(sites, by_rank) == ((3.0, 2.0), None)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "found"), [(7, 20, 20), (7, 300, 98), (200, 300, 200), (1, 50, 50)]
+)
+def test_curves_of_rounds_end_with_one(every: int, steps: int, found: int):
+    job = tiny_job(train=mw.TrainConfig(steps=steps, batch=12), evaluate=EvalConfig(every=0))
+    sites = mw.make_plan(analyzed_model(), job, mw.Mesh(outer=2), (mw.LocalSGD(sync_every=every),))
+    assert default_steps(sites) == found
+
+
 def refusals(plan: mw.Plan, num_steps: int = 15, available: int | None = None) -> list[tuple[str, str]]:
     return [(each.problem, each.fix) for each in curve_diagnostics(plan, num_steps, available)]
 
@@ -99,7 +124,8 @@ def test_what_shows_nothing_is_refused_with_a_repair():
     assert (text, fix.startswith("write --steps 12")) == ("the data end after 12 of 15 steps", True)
     sites = mw.make_plan(analyzed_model(), tiny_job(), mw.Mesh(outer=2), (mw.LocalSGD(sync_every=4),))
     ((text, fix),) = refusals(sites)
-    assert "2 sites train apart" in text
-    assert "outer = 1" in fix
+    assert "step 15 lies in the middle of a round" in text
+    assert fix == "write --steps 16, which ends one"
+    assert refusals(sites, 16) == []
     ((text, _),) = refusals(coded_plan(Int8Compression(exact_steps=15)))
     assert text == "the first 15 steps of the plan are exact, and 15 are compared"

@@ -47,13 +47,15 @@ from meshwright.testing.parity_on_threads import compare_on_threads
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.loss_curves import (
-    DEFAULT_STEPS,
     NUM_SEEDS,
     CurveVerdict,
     LossCurve,
     Trained,
     curve_diagnostics,
+    default_steps,
     exact_counterparts,
+    mean_over_sites,
+    one_site,
     train_curve,
 )
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
@@ -222,23 +224,29 @@ def compare_curves(
         fix = "compare the techniques on a smaller mesh: --mesh.dp_replicate 4"
         raise PlanError(text, fix=fix, location="verify")
     subject = _scaled_down(request, world) if shrink else ready
-    steps = steps or min(DEFAULT_STEPS, plan.job.train.steps)
+    steps = steps or default_steps(plan)
     available = subject.local_batches(subject.plan, 0).num_steps
     raise_diagnostics(curve_diagnostics(subject.plan, steps, available))
+    if launcher is not None and plan.num_sites > 1:
+        text = (
+            f"the exact plan of {plan.num_sites} sites has the ranks of one, and processes are those of all"
+        )
+        raise PlanError(text, fix="compare on threads: --on threads", location="--on")
     subject.check_host_memory(range(plan.mesh.world_size))
     folder = _verify_folder(plan)
     if launcher is None:
-        run = partial(run_on_threads, mesh=plan.mesh, timeout_s=WAIT_S)
-        curves = _train_curves(request, steps, lambda train: run(train)[0], show, shrink=shrink)
+        curves = _train_curves(request, steps, _on_threads, show, shrink=shrink)
     else:
         with claim_run_folder(folder) as attempt:
             words = "--curve", "--steps", str(steps)
             _run_ranks(launcher, (request, ready), folder, attempt, words, shrink=shrink)
             curves = TypeAdapter(list[LossCurve]).validate_json((folder / CURVES_FILE).read_bytes())
-    exact = replace(request, strategies=exact_counterparts(plan.strategies), extra={})
+    exact = replace(
+        request, strategies=exact_counterparts(plan.strategies), mesh=one_site(plan.mesh).as_dict(), extra={}
+    )
     verdict = CurveVerdict(
         plan.hash,
-        resolve_request(exact, world).plan.hash,
+        resolve_request(exact).plan.hash,
         str(plan.mesh),
         subject.plan.model_spec.name,
         "threads" if launcher is None else "processes",
@@ -271,27 +279,31 @@ def curve_rank(
         mesh = Mesh.infer(request.mesh, rank_env.world)
         with join_world(rank_env, mesh, run.limits, shared_memory=run.shared_memory) as world:
             tell = show if rank_env.rank == 0 else lambda text: None
-            curves = _train_curves(request, steps, lambda train: train(world), tell, shrink=shrink)
+            curves = _train_curves(request, steps, lambda _, train: train(world), tell, shrink=shrink)
         if rank_env.rank == 0:
             (folder / CURVES_FILE).write_text(json.dumps([asdict(each) for each in curves]))
+
+
+def _on_threads(plan: Plan, train: Callable[[World], Trained]) -> Trained:
+    return mean_over_sites(plan, run_on_threads(train, plan.mesh, timeout_s=WAIT_S))
 
 
 def _train_curves(
     request: PlanRequest,
     steps: int,
-    on_ranks: Callable[[Callable[[World], Trained]], Trained],
+    on_ranks: Callable[[Plan, Callable[[World], Trained]], Trained],
     show: Callable[[str], None],
     *,
     shrink: bool,
 ) -> list[LossCurve]:
-    """Returns the exact and the lossy curve of each seed; `on_ranks` runs a function on every rank."""
+    """Returns the exact and the lossy curve of each seed; `on_ranks` runs a function on ranks of a plan."""
     curves, started = list[LossCurve](), perf_counter()
     job = scale_down(request.job) if shrink else request.job
     for number in range(NUM_SEEDS):
         seeded = replace(job, train=replace(job.train, seed=job.train.seed + number))
         for run in _exact_and_lossy(replace(request, job=seeded, extra={})):
             plan = run.plan
-            losses, held_out = on_ranks(partial(train_on_rank, run, steps))
+            losses, held_out = on_ranks(plan, partial(train_on_rank, run, steps))
             curves.append(LossCurve(plan.job.train.seed, plan.exact, losses, held_out))
             seconds, left = perf_counter() - started, 2 * NUM_SEEDS - len(curves)
             rest = f"; about {format_duration(seconds * left / len(curves))} left" if left else ""
@@ -304,8 +316,8 @@ def _exact_and_lossy(request: PlanRequest) -> Iterator[ResolvedRun]:
     analyzed once.
     """
     opened, mesh, given = open_valid_request(request), Mesh(**request.mesh), request.strategies or ()
-    for strategies in (exact_counterparts(given), given):
-        ready = plan_request(replace(request, strategies=strategies), mesh, opened)
+    for strategies, ranks in ((exact_counterparts(given), one_site(mesh)), (given, mesh)):
+        ready = plan_request(replace(request, strategies=strategies), ranks, opened)
         raise_diagnostics(static_checks(ready.plan))
         yield ready
 

@@ -23,11 +23,13 @@ the steps. Outcomes:
                 more than the spread, or are equal for all seeds
 
 The exact counterpart of a plan has the same job, mesh and microbatches; strategies that are not exact are
-left out, or replaced (`Strategy.exact_counterpart`).
+left out, or replaced (`Strategy.exact_counterpart`). That of sites which train apart is one site that has all
+samples, in more microbatches: data parallelism of all sites gives the same numbers. The loss of a step is
+then the mean over the sites, and the last step ends a round.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
@@ -37,6 +39,7 @@ from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import ROUND_AXES, Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.verdict_and_cause import write_json
 
@@ -184,6 +187,34 @@ def exact_counterparts(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
     return tuple(each for each in found if each is not None)
 
 
+def one_site(mesh: Mesh) -> Mesh:
+    """Returns the mesh of the exact plan: `mesh`, with one of its sites."""
+    return replace(mesh, **dict.fromkeys(ROUND_AXES, 1))
+
+
+def default_steps(plan: Plan) -> int:
+    """Returns for how many steps curves of `plan` run: at most DEFAULT_STEPS, up to the end of a round; or
+    for the first round.
+    """
+    most = min(DEFAULT_STEPS, plan.job.train.steps)
+    ends = _ends_of_rounds(plan)
+    return max((end for end in ends if end <= most), default=min(ends, default=most))
+
+
+def mean_over_sites(plan: Plan, by_rank: Sequence[Trained]) -> Trained:
+    """Returns the curve of `plan`, of which each rank returned that of its site: the mean of the losses of
+    each step, and those of the held-out samples, which all sites have alike.
+    """
+    of_sites = {plan.site_of(rank): losses for rank, (losses, _) in enumerate(by_rank)}
+    return tuple(map(fmean, zip(*of_sites.values(), strict=True))), by_rank[0][1]
+
+
+def _ends_of_rounds(plan: Plan) -> list[int]:
+    """Returns after how many steps a round of `plan` ends; [] without rounds."""
+    period, steps = plan.program.period, range(plan.job.train.steps)
+    return [] if period is None else [step + 1 for step in steps if period.ends_with(step)]
+
+
 def curve_diagnostics(plan: Plan, num_steps: int, num_available_steps: int | None) -> Iterator[Diagnostic]:
     """Yields why `num_steps` steps of `plan` show nothing, or cannot be taken; None available steps: endless
     data.
@@ -193,10 +224,12 @@ def curve_diagnostics(plan: Plan, num_steps: int, num_available_steps: int | Non
         names = ", ".join(dict.fromkeys(each.name for each in plan.strategies)) or "none"
         text = f"every strategy of the plan is exact ({names}): there is no lossy plan to compare with it"
         yield Diagnostic(text, "leave out --curve: verify compares the numbers with one device", "--curve")
-    if plan.sharding.varying_axes:
-        text = f"{plan.num_sites} sites train apart, and the exact plan of as many ranks has another mesh"
-        fix = "train that as a run of its own: outer = 1, more ranks along dp_replicate; then see `report`"
-        yield Diagnostic(text, fix, "--curve")
+    ends = _ends_of_rounds(plan)
+    if ends and num_steps <= train.steps and num_steps not in ends:
+        text = f"step {num_steps} lies in the middle of a round, when each site has parameters of its own"
+        near = [end for end in ends if end >= MIN_STEPS] or ends
+        nearest = min(near, key=lambda end: abs(end - num_steps))
+        yield Diagnostic(text, f"write --steps {nearest}, which ends one", "--steps")
     if num_steps < MIN_STEPS:
         text = f"{num_steps} steps are no curve"
         yield Diagnostic(text, f"write --steps {MIN_STEPS} or more", "--steps")
