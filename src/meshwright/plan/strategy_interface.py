@@ -105,11 +105,15 @@ class ObservedCodes:
 class SiteLoop:
     """The ordinary loop of one site, with which a plan of several sites is compared: its trained parameters,
     by name, the optimizer that steps them, and the index of the site along each axis of sites.
+
+    `blocks` are the names of the parameters of each block that has any, in the order in which the model calls
+    them; one of several blocks belongs to the first.
     """
 
     parameters: "Mapping[str, nn.Parameter]"
     optimizer: "torch.optim.Optimizer"
     index: Mapping[str, int]
+    blocks: Sequence[Sequence[str]] = ()
 
 
 EndStep = Callable[[int, "Mapping[str, torch.Tensor]"], None]  # of a step, and what codes lost
@@ -121,7 +125,9 @@ class Runtime:
 
     `state` knows the operand of each action (`state.operand(action)`: the tensors that its collective reads
     and writes), starts the collective that the plan states (`state.start_collective(action)`), and takes the
-    work of any other that a strategy starts in its place (`state.issue(action, work)`). `state.plan` is the
+    work of any other that a strategy starts in its place (`state.issue(action, work)`). A step ends when all
+    works have, but for those of the actions `state.awaited_later`: a later one waits
+    (`state.wait_for_carried(names)`), and so does a save. `state.plan` is the
     plan of the rank; `state.flat_params` are its flat parameters; `state.collectives` are those inside
     blocks; `state.patches` replace and wrap forwards of modules; `state.sequence_runner` takes the attention
     and the convolutions of a strategy that shards the sequence. The other parts come after strategies.

@@ -33,7 +33,8 @@ class StateSpec:
 
     With `param` it belongs to that parameter and has its shape; else `shape` is the shape on every rank.
     `layout` says where it is P or S(flat). What Python reads every step stays `on_host`. One that
-    `may_begin_anew` does so where a checkpoint has another shape, which is refused else.
+    `may_begin_anew` does so where a checkpoint has another shape, which is refused else. One that
+    `ends_with_params` begins anew where parameters are given that no step has made.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StateSpec:
     is_random: bool = False
     may_begin_anew: bool = False
     fills_from_param: bool = False
+    ends_with_params: bool = False
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ gradients has ended, gives wrong numbers without an error; ranks that reach thei
 wait for ever.
 
 Where sites train apart, each parameter is averaged once, at the end of a round, behind the step that changed
-it; and what runs in every step waits for nothing that runs at the end of a round alone.
+it; and no action waits for one that does not run in the same step, unless it waits for an earlier step.
 
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
@@ -22,6 +22,7 @@ copies within a rank takes transfers without messages, and no other stream does.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, zip_longest
 from types import MappingProxyType
 
@@ -179,11 +180,15 @@ def _as_text(indices: Sequence[int]) -> str:
 
 def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields parameters that stay apart, or are averaged at another time, and waits for what does not run."""
-    at_ends = {action.name for action in actions if action.period is not None}
+    at_ends = {action.name: action.period for action in actions if action.period is not None}
     for action in actions:
-        absent = at_ends.intersection(action.waits) if action.period is None else ()
-        for wait in sorted(absent):
+        for wait in sorted(at_ends.keys() & action.waits if action.period is None else ()):
             yield f"{action.name} runs in every step and waits for {wait}, which runs at the end of a round"
+        for wait in action.waits if action.period is not None else ():
+            period = at_ends.get(wait, action.period)
+            step = None if period == action.period else action.period.first_end_outside(period)
+            if step is not None:
+                yield f"{action.name} runs in step {step + 1} and waits for {wait}, which does not"
     longest = plan.program.period
     for period in plan.program.periods if longest is not None else ():
         step = None if longest is None else longest.first_end_outside(period)
@@ -217,7 +222,8 @@ def _check_averages(
     averages: Mapping[str, list[Action]],
     before: Mapping[str, list[str]],
 ) -> Iterator[str]:
-    periods = {average.period for found in averages.values() for average in found}
+    found = {average.period for found in averages.values() for average in found}
+    periods = {period and replace(period, offset=0) for period in found}  # fragments meet at offsets
     if len(periods) > 1:
         yield f"averages over {axis} have {len(periods)} different periods: parameters would never be equal"
     checked: set[str] = set()

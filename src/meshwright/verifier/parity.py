@@ -192,12 +192,13 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
     for rank in sorted(set(range(plan.mesh.world_size)) - reporting_ranks):
         yield f"rank {rank} did not report"
     num_steps = min((report.num_steps for report in reports), default=0)
-    if plan.program.period is not None:
-        ends = [step for step in range(num_steps) if plan.program.period.ends_with(step)]
-        if len(ends) < MIN_ROUNDS:
+    if plan.program.periods:
+        last = max(plan.program.periods, key=lambda each: each.first_step_behind(MIN_ROUNDS))
+        needed, num_ends = last.first_step_behind(MIN_ROUNDS), sum(map(last.ends_with, range(num_steps)))
+        if num_steps < needed:
             yield (
-                f"{num_steps} steps end {len(ends)} rounds, and {MIN_ROUNDS} are needed: compare more steps, "
-                f"at least {plan.program.period.first_step_behind(MIN_ROUNDS)}"
+                f"{num_steps} steps end {num_ends} rounds, and {MIN_ROUNDS} are needed: compare more steps, "
+                f"at least {needed}"
             )
     for report in reports:
         if not report.num_steps:

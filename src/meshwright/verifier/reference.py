@@ -26,6 +26,7 @@ Where momentum is added before codes, the reference has its own; the ranks repor
 codes carry outer gradients (DiLoCo), what is lost is left out of these, when a round ends.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -129,7 +130,11 @@ class _Site:
         rank = next(rank for rank in range(plan.mesh.world_size) if plan.site_of(rank) == self._number)
         coordinate = plan.mesh.coordinate(rank)
         index = {axis: coordinate[axis] for axis in plan.sharding.varying_axes}
-        return SiteLoop(self.trainable, self.optimizer, index)
+        of_block = defaultdict[str, list[str]](list)
+        for param in self._model_spec.trainable:
+            of_block[param.block_calls[0]].append(param.name)
+        called = [of_block.pop(each) for each in self._model_spec.block_calls if each in of_block]
+        return SiteLoop(self.trainable, self.optimizer, index, (*called, *of_block.values()))
 
     def train_step(self, step: int, batch: Batch, lost: LostStep | None) -> None:
         """Trains a step on this site's samples of the global `batch`, and records it."""

@@ -84,6 +84,23 @@ class Send(Work):
         raise NotImplementedError
 
 
+def test_a_work_that_a_later_step_waits_for_outlives_its_step():
+    state = RankState(None, single_rank_world(torch.device("cpu")), None)  # type: ignore[arg-type]
+    state.awaited_later.add("AVERAGE(0)")
+    works = [Send(torch.zeros(1)) for _ in range(3)]
+    for work, action in zip(works, (Action("REDUCE", "0"), Action("AVERAGE", "0")), strict=False):
+        state.issue(action, work)
+    state.begin_step(1)
+    assert (state.works, list(state.carried_works.values())) == ({}, [works[1]])
+    state.wait_for_carried(("AVERAGE(1)",))
+    assert not works[1].ended
+    state.wait_for_carried(("AVERAGE(0)",))
+    assert works[1].ended
+    state.issue(Action("AVERAGE", "0"), works[2])
+    state.wait_for_carried()
+    assert (works[2].ended, state.carried_works) == (True, {})
+
+
 def test_a_send_that_has_ended_lets_go_of_its_tensor_at_the_next_one():
     state = RankState(None, single_rank_world(torch.device("cpu")), None)  # type: ignore[arg-type]
     tensors = [torch.zeros(3) for _ in range(4)]

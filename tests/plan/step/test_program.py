@@ -91,6 +91,22 @@ def test_short_rounds_within_long_ones_end_with_them_and_between():
     assert Period(4, run_steps=7).first_end_outside(Period(2, run_steps=7)) is None
 
 
+def test_rounds_at_an_offset_begin_there_and_sites_agree_behind_the_last_step_alone():
+    begins, ends = Period(4, run_steps=11, offset=2), Period(4, run_steps=11, offset=5)
+    assert [step + 1 for step in range(11) if begins.ends_with(step)] == [2, 6, 10, 11]
+    assert [step + 1 for step in range(11) if ends.ends_with(step)] == [5, 9, 11]
+    assert ends.steps_behind(begins) == 3
+    assert ends.first_step_behind(2) == 9
+    assert begins.first_end_outside(ends) == 1
+    begun = Action("AVERAGE", stream="comm", period=begins)
+    end = Action("END_ROUND", previous_waits=(begun.name,), period=ends)
+    program = program_of({"a": (begun, end)})
+    assert program.period == Period(11, run_steps=11)
+    assert program.with_ends(program.ends(1)) == program_of({"a": ()}), "it runs on beside the next steps"
+    assert program.with_ends(program.ends(4)) == program_of({"a": (begun, end)})
+    assert program.with_ends(program.ends(10)) == program
+
+
 def test_a_role_has_its_ranks_in_every_site():
     ranks = SiteRanks(range(2, 4), 3, 4)
     assert list(ranks) == [2, 3, 6, 7, 10, 11]

@@ -161,4 +161,9 @@ def test_a_step_of_rounds_is_the_mean_of_its_two_kinds():
     every_step = found(Mesh(outer=2), mw.LocalSGD(sync_every=1))
     assert every_step.step_s == pytest.approx(rounds.round_end_s)
     assert "round_end_s" in rounds.as_dict()
+    prompt = found(Mesh(outer=2), mw.StreamingDiLoCo(sync_every=4, fragments=2))
+    hidden = [
+        found(Mesh(outer=2), mw.StreamingDiLoCo(sync_every=4, fragments=2, delay=delay)) for delay in (1, 3)
+    ]
+    assert between_s < hidden[1].step_s < hidden[0].step_s < prompt.step_s
     assert "round_end_s" not in found(Mesh(dp_replicate=2), mw.BatchSplit(), mw.DDP()).as_dict()

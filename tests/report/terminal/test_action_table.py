@@ -36,6 +36,7 @@ from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.outer.diloco import DiLoCo
 from meshwright.parallel.outer.local_sgd import LocalSGD
+from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -252,6 +253,12 @@ def lossy_programs() -> list[Plan]:
         *(
             make_plan(analyzed_model(), tiny_job(), Mesh(outer=2), (rounds(sync_every=4),))
             for rounds in (LocalSGD, DiLoCo)
+        ),
+        make_plan(
+            analyzed_model(),
+            tiny_job(),
+            Mesh(outer=2),
+            (StreamingDiLoCo(sync_every=4, fragments=2, delay=1),),
         ),
         make_plan(
             analyzed_model(),

@@ -1,6 +1,6 @@
 """The mutable state of one rank in a step, the module that it trains, and the metrics of the step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -254,6 +254,9 @@ class RankState:
     world: World
     loss: Loss
     works: dict[str, Work] = field(default_factory=dict)  # the collectives that are under way, by action
+    # those of the actions `awaited_later`, for which a later step waits: strategies name them
+    carried_works: dict[str, Work] = field(default_factory=dict)
+    awaited_later: set[str] = field(default_factory=set)
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
     observed_sums: "list[ObservedSum] | None" = None  # of codes, since the verifier has looked; None: not
@@ -389,4 +392,16 @@ class RankState:
 
     def issue(self, action: Action, work: Work) -> None:
         """Records `work` as what `action` has started: actions that wait for the action wait for it."""
-        self.works[action.name] = work
+        works = self.carried_works if action.name in self.awaited_later else self.works
+        works[action.name] = work
+
+    def wait_for_carried(self, names: Iterable[str] | None = None) -> None:
+        """Waits for what the actions `names`, or all, have started in an earlier step, if it is under way."""
+        for name in list(self.carried_works) if names is None else names:
+            if name in self.carried_works:
+                self.carried_works.pop(name).wait()
+
+    def end_earlier_steps(self) -> None:
+        """Waits for all that earlier steps have started and a later one waits for."""
+        self.offloaded.delayed_steps.wait_for_all()
+        self.wait_for_carried()

@@ -13,6 +13,7 @@ for the kinds that they introduce, from the parts of a rank that they receive
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 
@@ -264,7 +265,8 @@ class StepExecutor:
         """Raises PlanError in the middle of a round, when the model of each site is another one."""
         if self.is_in_round:
             text = f"{what} in the middle of a round: each site has parameters of its own"
-            fix = "do it after a step that ends a round: its metrics have a `round`"
+            ends = next(step + 1 for step in count(self.steps_done) if self._ends_round(step))
+            fix = f"do it after step {ends}: then all sites have the same"
             raise PlanError(text, fix=fix, location=what)
 
     def state_dict(self) -> dict[str, SavedTensor]:
@@ -273,7 +275,7 @@ class StepExecutor:
 
         Of sharded tensors this rank returns its shard; of a parameter with a master, the master.
         """
-        self.state.offloaded.delayed_steps.wait_for_all()
+        self.state.end_earlier_steps()
         local_state = (
             model_state_dict(self.state)
             | optimizer_state_dict(self.state, self._initial_group_numbers)
@@ -295,7 +297,7 @@ class StepExecutor:
 
         No element is read twice, and none that this rank does not hold.
         """
-        self.state.offloaded.delayed_steps.wait_for_all()
+        self.state.end_earlier_steps()
         in_round = is_in_round(state_dict)
         state_dict = state_of_site(self.state.plan, state_dict)
         dtypes = load_model_state(self.state, state_dict)
@@ -308,7 +310,7 @@ class StepExecutor:
 
     def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
-        self.state.offloaded.delayed_steps.wait_for_all()
+        self.state.end_earlier_steps()
         load_model_state(self.state, state_dict)
         self.state.strategy_tensors.begin_at_parameters()
         self.is_in_round = False

@@ -62,10 +62,10 @@ class StrategyTensors:
                     self._load(entry, spec, tensor, saved)
 
     def begin_at_parameters(self) -> None:
-        """Makes what begins at the parameters begin at the present ones."""
+        """Makes what begins at the parameters begin at the present ones, and ends what is under way."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                if self._specs[name].fills_from_param:
+                if self._specs[name].fills_from_param or self._specs[name].ends_with_params:
                     self._fill(name, tensor)
 
     def _make(self, spec: StateSpec) -> torch.Tensor:

@@ -260,7 +260,8 @@ class GradientCompression(Strategy):
         scratch = dict[str, str]()  # what is freed, by the sum that it is waited for
         pending = dict[str, str]()  # likewise, by a parameter whose step decides
         for action in actions:
-            done = [scratch.pop(wait) for wait in action.waits if wait in scratch]
+            waits = (*action.waits, *action.previous_waits)
+            done = [scratch.pop(wait) for wait in waits if wait in scratch]
             if self.codes(action, view.plan) and action.transfer is not None:
                 action = self._coded(action, action.transfer, view, job)
                 scratch[action.name] = action.allocations[-1].name

@@ -12,12 +12,16 @@ of a round are summands of the sites (P), so that they survive a checkpoint in i
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, Runtime
+
+if TYPE_CHECKING:  # no strategy imports the engine
+    from meshwright.engine.runtime.rank_state import RankState
 
 TOTALS = "totals"  # of the round so far: loss, loss weight, samples, tokens
 ChangeInPlace = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
@@ -39,11 +43,54 @@ class RoundRule:
     averaged_states: Mapping[str, tuple[str, ...]]
 
 
+class SteppedTensors:
+    """What the optimizer of one rank steps, by parameter group."""
+
+    def __init__(self, state: "RankState") -> None:
+        self._state = state
+
+    def tensors(self, action: Action) -> list[torch.Tensor]:
+        """Returns what is stepped of `action.tensors`: one flat tensor, or one tensor per parameter."""
+        flat_params = self._state.flat_params
+        flat_param = flat_params.flat_param_of(action.tensors[0])
+        if flat_param is not None:
+            return [flat_param.optimizer_tensor.detach()]
+        stepped = flat_params.optimizer_params()
+        return [stepped[name].data for name in action.tensors]
+
+    def numel(self, action: Action) -> int:
+        """Returns the number of elements that are stepped."""
+        return sum(each.numel() for each in self.tensors(action))
+
+    def places(self, action: Action, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the place of each tensor in `flat`, in its shape, and the tensor."""
+        tensors = self.tensors(action)
+        parts = flat.split([each.numel() for each in tensors])
+        yield from ((part.view(each.shape), each) for part, each in zip(parts, tensors, strict=True))
+
+    def parts(self, action: Action, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the place of each parameter in `flat`, which has the elements that are stepped."""
+        flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
+        if flat_param is not None:
+            return {each.name: flat[each.in_shard] for each in flat_param.param_shards}
+        numels = [self._state.trained_module.parameters[name].numel() for name in action.tensors]
+        return dict(zip(action.tensors, flat.split(numels), strict=True))
+
+    def round_masters(self, action: Action) -> None:
+        """Rounds what is stepped to the parameters, where these are others."""
+        flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
+        if flat_param is None:
+            self._state.flat_params.master_weights.round_masters(action.tensors)
+        else:
+            flat_param.round_master()
+
+
 class RoundAverages:
     """The averages of one rank over the sites, by `rule`."""
 
     def __init__(self, runtime: Runtime, rule: RoundRule) -> None:
         self._state, self._kept, self._rule = runtime.state, runtime.tensors, rule
+        self._stepped = SteppedTensors(runtime.state)
         self._num_sites = runtime.state.plan.mesh.size(rule.axis)
         sums = (each for each in runtime.state.plan.actions if each.kind == rule.kinds[1])
         self._sums = {each.subject: each for each in sums}  # by parameter group
@@ -79,21 +126,19 @@ class RoundAverages:
         """Makes the message of a group: what its parameters were stepped to, or what is sent of that, and
         optimizer states.
         """
-        stepped = self._stepped(action)
-        total = self._sums[action.subject]
+        total, numel = self._sums[action.subject], self._stepped.numel(action)
         if action.allocations and total.transfer is not None:
             (allocation,), dtype = action.allocations, getattr(torch, total.transfer.dtype)
             buffer = self._state.flat_params.buffer(allocation.name, allocation.nbytes, dtype)
             values = buffer[: total.transfer.nbytes // dtype.itemsize]
-            numel = sum(each.numel() for each in stepped)
-            for place, each in _places(values[:numel], stepped):
+            for place, each in self._stepped.places(action, values[:numel]):
                 place.copy_(each)
             values[numel:].zero_()
             for place, each in self._states(action, values):
                 place.copy_(each)
         else:
-            (values,) = stepped
-        parts = self._parts(action, values[: sum(each.numel() for each in stepped)])
+            (values,) = self._stepped.tensors(action)
+        parts = self._stepped.parts(action, values[:numel])
         for name, part in parts.items():
             self._rule.begin(name, part, self._kept)
         self._under_way[action.subject] = values
@@ -102,28 +147,15 @@ class RoundAverages:
     @torch.no_grad()
     def end_round(self, action: Action) -> None:
         """Makes the mean, or what the technique makes of it, the parameters of a group."""
-        mean, stepped = self._under_way.pop(action.subject).div_(self._num_sites), self._stepped(action)
-        params = mean[: sum(each.numel() for each in stepped)]
-        for name, part in self._parts(action, params).items():
+        mean = self._under_way.pop(action.subject).div_(self._num_sites)
+        params = mean[: self._stepped.numel(action)]
+        for name, part in self._stepped.parts(action, params).items():
             self._rule.end(name, part, self._kept)
-        for place, each in _places(params, stepped) if action.frees else ():
+        for place, each in self._stepped.places(action, params) if action.frees else ():
             each.copy_(place)
         for place, each in self._states(action, mean):
             each.copy_(place)
-        flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
-        if flat_param is None:
-            self._state.flat_params.master_weights.round_masters(action.tensors)
-        else:
-            flat_param.round_master()
-
-    def _stepped(self, action: Action) -> list[torch.Tensor]:
-        """Returns what the optimizer has stepped: one flat tensor, or one tensor per parameter."""
-        flat_params = self._state.flat_params
-        flat_param = flat_params.flat_param_of(action.tensors[0])
-        if flat_param is not None:
-            return [flat_param.optimizer_tensor.detach()]
-        stepped = flat_params.optimizer_params()
-        return [stepped[name].data for name in action.tensors]
+        self._stepped.round_masters(action)
 
     def _states(self, action: Action, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields the places of optimizer states in the message `flat`, behind the parameters, each in the
@@ -132,10 +164,9 @@ class RoundAverages:
         Raises PlanError for an optimizer that keeps others.
         """
         params, optimizers = self._state.flat_params.optimizer_params(), self._state.optimizers
-        numel = sum(each.numel() for each in self._stepped(action))
-        blocks = flat.split(numel)[1:]
+        blocks = flat.split(self._stepped.numel(action))[1:]
         for number, block in enumerate(blocks):
-            for name, place in self._parts(action, block).items():
+            for name, place in self._stepped.parts(action, block).items():
                 if name not in params:  # this rank steps none of it
                     continue
                 parameter, keys = params[name], self._rule.averaged_states[name]
@@ -145,14 +176,6 @@ class RoundAverages:
                 _check_states(name, keys, parameter, of_site)
                 if number < len(keys):
                     yield place.view(parameter.shape), of_site[keys[number]]
-
-    def _parts(self, action: Action, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the place of each parameter in the flat `mean` of its group."""
-        flat_param = self._state.flat_params.flat_param_of(action.tensors[0])
-        if flat_param is not None:
-            return {each.name: mean[each.in_shard] for each in flat_param.param_shards}
-        numels = [self._state.trained_module.parameters[name].numel() for name in action.tensors]
-        return dict(zip(action.tensors, mean.split(numels), strict=True))
 
 
 def _check_states(
@@ -165,9 +188,3 @@ def _check_states(
         text += f"and the plan averages {', '.join(keys)}"
         fix = 'name the optimizer in the job (optimizer.name), or set optimizer_states = "own"'
         raise PlanError(text, fix=fix, location="strategies.local_sgd.optimizer_states")
-
-
-def _places(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the place of each tensor in `flat`, in its shape, and the tensor."""
-    parts = flat.split([each.numel() for each in tensors])
-    yield from ((part.view(each.shape), each) for part, each in zip(parts, tensors, strict=True))

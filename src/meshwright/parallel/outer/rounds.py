@@ -62,6 +62,7 @@ SGD Converges Fast and Communicates Little", arXiv 1805.09767.
 """
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -70,7 +71,7 @@ from meshwright.parallel.outer.round_averages import TOTALS, RoundAverages, Roun
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, ParamSpec
 from meshwright.plan.sharding.mesh import ROUND_AXES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
@@ -117,6 +118,16 @@ class RoundStrategy(Strategy):
     @abstractmethod
     def period(self, job: Job) -> Period:
         """Returns the rounds of a run of `job`."""
+
+    def agreement(self, job: Job) -> Period:
+        """Returns the rounds behind which all sites have the same parameters; by default all."""
+        return self.period(job)
+
+    def periods_of(self, group: ParamGroup, model_spec: ModelSpec, job: Job) -> tuple[Period, Period]:
+        """Returns in which steps the average of `group` begins, and in which the sites go on with it; by
+        default when rounds end.
+        """
+        return self.period(job), self.period(job)
 
     def begin_average(self, name: str, stepped: "torch.Tensor", kept: "Mapping[str, torch.Tensor]") -> None:
         """Makes of the flat `stepped` values, in place, what is averaged; by default themselves.
@@ -175,11 +186,11 @@ class RoundStrategy(Strategy):
         if job.precision.effective.scales_loss:
             text = f"the loss scale of float16 follows overflows on any rank, {apart}"
             yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
-        every, period = job.evaluate.every, self.period(job)
+        every, period = job.evaluate.every, self.agreement(job)
         steps = range(every - 1, job.train.steps, every) if every else ()
         if any(not period.ends_with(step) for step in steps):
             text = f"an evaluation every {every} steps, some of them in the middle of a round"
-            fix = f"set evaluate.every to a multiple of {self.sync_every}"
+            fix = f"set evaluate.every to a multiple of {period.num_steps}"
             if period.warmup_steps % self.sync_every:
                 fix += ", and warmup_steps too"
             fix += "; or evaluate.every = 0: at the end alone"
@@ -263,15 +274,19 @@ class RoundStrategy(Strategy):
             yield Action("ROUND_SUM", stream="comm", waits=(totals.name,), transfer=message, period=period)
         changing = ("STEP", *(end for _, _, end in KINDS.values()))
         steps = tuple(action.name for action in actions if action.kind in changing)
-        averages = [self._average(group, view, job, period, steps) for group in view.param_groups]
-        in_place = [self._is_in_place(group, view, job) for group in view.param_groups]
-        averages = list(zip(self._packs(averages, in_place), averages, strict=True))
-        for number, (pack, average) in enumerate(averages):
-            yield from (pack, average)  # while it travels, the one before is written back
-            if number:
-                yield self._end_of(*averages[number - 1])
-        if averages:
-            yield self._end_of(*averages[-1])
+        at_once = defaultdict[tuple[Period, Period], list[ParamGroup]](list)
+        for group in view.param_groups:
+            at_once[self.periods_of(group, view.plan.model_spec, job)].append(group)
+        for (begins, ends), groups in at_once.items():
+            averages = [self._average(group, view, job, begins, steps) for group in groups]
+            # what ends in a later step is a state
+            in_place = [begins != ends or self._is_in_place(group, view, job) for group in groups]
+            averages = list(zip(self._packs(averages, in_place), averages, strict=True))
+            for number, (pack, average) in enumerate(averages):
+                yield from (pack, average)  # while it travels, the one before is written back
+                if number:
+                    yield self._end_of(*averages[number - 1], ends)
+            yield self._end_of(*averages[-1], ends)
 
     def _average(
         self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
@@ -318,14 +333,16 @@ class RoundStrategy(Strategy):
                 period=average.period,
             )
 
-    def _end_of(self, pack: Action, average: Action) -> Action:
+    def _end_of(self, pack: Action, average: Action, period: Period) -> Action:
+        is_late = period != average.period
         return Action(
             self._kinds[2],
             average.subject,
-            waits=(average.name,),
+            waits=pack.waits if is_late else (average.name,),
             tensors=average.tensors,
             frees=tuple(each.name for each in pack.allocations),
-            period=average.period,
+            previous_waits=(average.name,) if is_late else (),
+            period=period,
         )
 
 

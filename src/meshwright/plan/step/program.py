@@ -12,7 +12,8 @@ of the mesh may be one. In `waits`, `role/name` refers to an action of another r
 
 The list is that of a step that ends a round. An action with a `period` runs in such steps alone; every other
 action runs in each step, and waits for none with a period. Where rounds of several lengths are within one
-another, the list is that of a step that ends all of them.
+another, the list is that of a step that ends all of them. An action may wait across steps
+(`previous_waits`): what it waits for has started in an earlier step, and has run beside those between.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -173,19 +174,21 @@ def neighbour_indices(index: int, num_neighbours: int, stride: int = 1) -> tuple
 @dataclass(frozen=True)
 class Period:
     """Rounds of `num_steps` steps. Each of the first `warmup_steps` steps is a round, and the last of the
-    `run_steps` steps of the run ends one.
+    `run_steps` steps of the run ends one. With an `offset`, the first one ends after that many steps.
     """
 
     num_steps: int
     warmup_steps: int = 0
     run_steps: int = 0
+    offset: int = 0
 
     def ends_with(self, step: int) -> bool:
         """Returns whether a round ends with `step`, counted from 0."""
         done = step + 1
+        behind = done - self.warmup_steps - self.offset
         return (
             done <= self.warmup_steps
-            or (done - self.warmup_steps) % self.num_steps == 0
+            or (behind >= 0 and behind % self.num_steps == 0)
             or done == self.run_steps
         )
 
@@ -193,6 +196,10 @@ class Period:
         """Returns after how many steps `num_rounds` rounds have ended."""
         ends = (step for step in count() if self.ends_with(step))
         return next(islice(ends, num_rounds - 1, None)) + 1
+
+    def steps_behind(self, other: "Period") -> int:
+        """Returns how many steps after those of `other` its rounds end, of as many steps each."""
+        return (self.offset - other.offset) % self.num_steps
 
     @property
     def share_of_ends(self) -> float:
@@ -203,16 +210,15 @@ class Period:
 
     def first_end_outside(self, other: "Period") -> int | None:
         """Returns the first step, from 0, that ends a round of these and none of `other`; None: all do."""
-        steps = range(
-            self.run_steps or self.warmup_steps + other.warmup_steps + self.num_steps * other.num_steps
-        )
+        starts = self.warmup_steps + other.warmup_steps + self.offset + other.offset
+        steps = range(self.run_steps or starts + self.num_steps * other.num_steps)
         return next((step for step in steps if self.ends_with(step) and not other.ends_with(step)), None)
 
 
 @dataclass(frozen=True)
 class Action:
     """One action of the step. `tensors` are the logical parameters it concerns, `waits` names of earlier
-    actions, `previous_waits` names of actions of the step before, which run on beside this one.
+    actions, `previous_waits` names of actions of the last step that ran them, which run on beside this one.
 
     `inner_transfers` are collectives inside the action: a block with sharded matrices communicates while it
     runs. With a `period`, it runs only in the steps that end a round.
@@ -330,8 +336,14 @@ class Program:
 
     @property
     def period(self) -> Period | None:
-        """The longest rounds of the program, behind which all sites agree; None without rounds."""
-        return max(self.periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
+        """The longest rounds of the program, behind which all sites agree; None without rounds.
+
+        Where parts of the model meet at offsets of their own, that is the whole run.
+        """
+        longest = max(self.periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
+        if longest is None or not any(each.offset for each in self.periods):
+            return longest
+        return Period(longest.run_steps, run_steps=longest.run_steps)
 
     @property
     def periods(self) -> tuple[Period, ...]:
@@ -344,10 +356,19 @@ class Program:
         return frozenset(each for each in self.periods if each.ends_with(step))
 
     def with_ends(self, ends: Collection[Period]) -> "Program":
-        """Returns the program of a step that ends the rounds `ends` and no others."""
-        return self.edit(
-            lambda actions: [each for each in actions if each.period is None or each.period in ends]
-        )
+        """Returns the program of a step that ends the rounds `ends` and no others.
+
+        What is under way over several steps belongs to the step that waits for it.
+        """
+
+        def of_step(actions: list[Action]) -> list[Action]:
+            late = {name for each in actions if each.period is not None for name in each.previous_waits}
+            found = [each for each in actions if each.period is None or each.period in ends]
+            awaited = {name for each in found for name in each.previous_waits}
+            kept = {each.name for each in found} - late | awaited
+            return [each for each in actions if each.name in kept]
+
+        return self.edit(of_step)
 
     @property
     def _actions(self) -> Iterator[Action]:

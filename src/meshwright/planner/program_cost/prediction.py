@@ -105,8 +105,11 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     round_end_s, period = None, program.period
     if period is not None:
         round_end_s, weight = step_s, 0.0
+        between_s = step_breakdown(program.with_ends(()), costs, shared_cores)[0]
         for ends, share in _shares_of_ends(program, period):
-            of_step_s, of_step = step_breakdown(program.with_ends(ends), costs, shared_cores)
+            ending = program.with_ends(ends)
+            late = {} if len(ends) == len(program.periods) else _late_costs(ending, costs, between_s)
+            of_step_s, of_step = step_breakdown(ending, {**costs, **late}, shared_cores)
             weight += share
             step_s += (of_step_s - step_s) * share / weight
             roles = {name: each.mean_with(roles[name], share / weight) for name, each in of_step.items()}
@@ -121,6 +124,24 @@ def _shares_of_ends(program: Program, period: Period) -> list[tuple[frozenset[Pe
     """Returns the sets of rounds that steps of the run end, each with its share of the steps."""
     steps = range(period.run_steps or period.num_steps)
     return [(ends, num / len(steps)) for ends, num in Counter(map(program.ends, steps)).items()]
+
+
+def _late_costs(program: Program, costs: Mapping[int, ActionCost], between_s: float) -> dict[int, ActionCost]:
+    """Returns what is left, in a step of `program`, of the costs of transfers that an earlier step has begun;
+    `between_s` are the seconds of each step between.
+    """
+    found = dict[int, ActionCost]()
+    for role in program.roles:
+        by_name = {action.name: action for action in role.actions}
+        for action in role.actions:
+            for begun in (by_name[name] for name in action.previous_waits if action.period is not None):
+                if action.period is not None and begun.period is not None:
+                    num_steps = action.period.steps_behind(begun.period)
+                    cost, hidden_s = costs[id(begun)], (num_steps - 1) * between_s
+                    found[id(begun)] = replace(
+                        cost, comm_s=max(0.0, cost.comm_s - hidden_s), comm_delay_s=0.0
+                    )
+    return found
 
 
 def _unknown_copy_rates(program: Program, target: ExecutionTarget) -> Iterator[Diagnostic]:

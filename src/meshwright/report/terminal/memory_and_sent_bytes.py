@@ -5,6 +5,7 @@ With several roles, the table has the first rank of each; of many roles, the fir
 with the largest peak. Bytes sent are those of the busiest rank.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -165,6 +166,8 @@ def rounds_text(plan: Plan) -> dict[str, str]:
     if period is None:
         return {}
     outermost, *inner = plan.sharding.varying_axes
+    if any(each.offset for each in plan.program.periods):
+        return {"rounds": _fragments_text(plan, outermost)}
     nbytes = _round_nbytes(plan, outermost)
     warmup = f", and each of the first {period.warmup_steps} steps" if period.warmup_steps else ""
     text = (
@@ -183,6 +186,29 @@ def rounds_text(plan: Plan) -> dict[str, str]:
             "step in the mean"
         )
     return found
+
+
+def _fragments_text(plan: Plan, axis: str) -> str:
+    """Returns when fragments of the model are averaged over `axis`, and the bytes at most and in the mean."""
+    by_role, delays, begins = list[dict[Period, float]](), set[int](), set[Period]()
+    for role in plan.program.roles:
+        sent, named = defaultdict[Period, float](float), {each.name: each for each in role.actions}
+        for action in (each for each in role.actions if each.period is not None):
+            moves = [move for move in action.sent_transfers if in_mesh_order(move.axes)[0] == axis]
+            sent[action.period] += sum(min_max_sent_nbytes(move, plan.mesh)[1] for move in moves)
+            begins |= {action.period} if moves and action.tensors else set()
+            delays |= {action.period.steps_behind(named[each].period) for each in action.previous_waits}
+        by_role.append(sent)
+    most = max(max(sent.values()) for sent in by_role)
+    mean = max(sum(each * period.share_of_ends for period, each in sent.items()) for sent in by_role)
+    (every,) = {each.num_steps for each in begins}
+    later = f", and go on with it {max(delays)} steps later" if delays else ""
+    return (
+        f"{plan.num_sites} sites train apart and average each of {len(begins)} fragments every {every} "
+        f"steps, at a step of its own{later}: a rank sends at most {format_nbytes(most)} over {axis} in a "
+        f"step, {format_nbytes(mean)} per step in the mean, and "
+        f"{format_nbytes(_round_nbytes(plan, axis))} in the last step of the run, of which is told below"
+    )
 
 
 def _averages_over(plan: Plan, axis: str, period: Period) -> bool:

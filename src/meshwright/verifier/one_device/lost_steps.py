@@ -55,6 +55,7 @@ def record_lost(parity_case: ParityCase, world: World, num_steps: int) -> tuple[
         with world.ledger.pause_recording():
             for step in range(num_steps):
                 executor.step(read_batch(step))
+                state.wait_for_carried()  # what codes lose belongs to the step in which their sum began
                 owed = on_cpu(owed_sums(state))
                 lost = {name: each - before[name] if before else each for name, each in owed.items()}
                 for name, each in on_cpu(unowed_sums(state)).items():
