@@ -181,14 +181,13 @@ def _as_text(indices: Sequence[int]) -> str:
 def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields parameters that stay apart, or are averaged at another time, and waits for what does not run."""
     at_ends = {action.name: action.period for action in actions if action.period is not None}
-    for action in actions:
-        for wait in sorted(at_ends.keys() & action.waits if action.period is None else ()):
-            yield f"{action.name} runs in every step and waits for {wait}, which runs at the end of a round"
-        for wait in action.waits if action.period is not None else ():
-            period = at_ends.get(wait, action.period)
-            step = None if period == action.period else action.period.first_end_outside(period)
-            if step is not None:
-                yield f"{action.name} runs in step {step + 1} and waits for {wait}, which does not"
+    waits = [(action, wait) for action in actions for wait in action.waits if wait in at_ends]
+    for waiting, wait in waits:
+        period, awaited = waiting.period, at_ends[wait]
+        if period is None:
+            yield f"{waiting.name} runs in every step and waits for {wait}, which runs at the end of a round"
+        elif period != awaited and (step := period.first_end_outside(awaited)) is not None:
+            yield f"{waiting.name} runs in step {step + 1} and waits for {wait}, which does not"
     longest = plan.program.period
     for period in plan.program.periods if longest is not None else ():
         step = None if longest is None else longest.first_end_outside(period)

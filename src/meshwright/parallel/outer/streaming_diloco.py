@@ -267,5 +267,5 @@ class DelayedAverages:
         flat = torch.zeros(self._stepped.numel(end), dtype=dtype, device=self._state.world.device)
         for name, part in self._stepped.parts(end, flat).items():
             kept = self._kept[f"{SENT}/{name}"]
-            kept.set_(part.view(kept.shape))
+            kept.set_(part.untyped_storage(), part.storage_offset(), kept.shape, kept.stride())
         return flat

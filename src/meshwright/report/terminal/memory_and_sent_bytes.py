@@ -192,12 +192,15 @@ def _fragments_text(plan: Plan, axis: str) -> str:
     """Returns when fragments of the model are averaged over `axis`, and the bytes at most and in the mean."""
     by_role, delays, begins = list[dict[Period, float]](), set[int](), set[Period]()
     for role in plan.program.roles:
-        sent, named = defaultdict[Period, float](float), {each.name: each for each in role.actions}
-        for action in (each for each in role.actions if each.period is not None):
+        sent, periods = defaultdict[Period, float](float), {each.name: each.period for each in role.actions}
+        for action in role.actions:
+            period, begun = action.period, [periods[each] for each in action.previous_waits]
+            if period is None:
+                continue
+            delays |= {period.steps_behind(each) for each in begun if each is not None}
             moves = [move for move in action.sent_transfers if in_mesh_order(move.axes)[0] == axis]
-            sent[action.period] += sum(min_max_sent_nbytes(move, plan.mesh)[1] for move in moves)
-            begins |= {action.period} if moves and action.tensors else set()
-            delays |= {action.period.steps_behind(named[each].period) for each in action.previous_waits}
+            sent[period] += sum(min_max_sent_nbytes(move, plan.mesh)[1] for move in moves)
+            begins |= {period} if moves and action.tensors else set()
         by_role.append(sent)
     most = max(max(sent.values()) for sent in by_role)
     mean = max(sum(each * period.share_of_ends for period, each in sent.items()) for sent in by_role)
