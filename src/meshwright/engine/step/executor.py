@@ -266,7 +266,7 @@ class StepExecutor:
         if self.is_in_round:
             text = f"{what} in the middle of a round: each site has parameters of its own"
             ends = next(step + 1 for step in count(self.steps_done) if self._ends_round(step))
-            fix = f"do it after step {ends}: then all sites have the same"
+            fix = f"do it after step {ends}, the next step that ends a round of all sites"
             raise PlanError(text, fix=fix, location=what)
 
     def state_dict(self) -> dict[str, SavedTensor]:
