@@ -61,6 +61,7 @@ _MODULES = {
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
     "meshwright.parallel.outer.diloco": ("DiLoCo",),
     "meshwright.parallel.outer.local_sgd": ("LocalSGD",),
+    "meshwright.parallel.server.parameter_server": ("ParameterServer",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
     "meshwright.parallel.pipeline.pipeline_strategy": ("Pipeline",),
     "meshwright.parallel.tensor.cube_3d": ("TensorParallel3D",),

@@ -7,6 +7,7 @@ expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
 outer       sites that train apart and meet in rounds: local SGD, DiLoCo
+server      ranks that keep and step parameters for others: the parameter server
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
@@ -47,6 +48,7 @@ from meshwright.parallel.outer.diloco import DiLoCo
 from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -73,6 +75,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         DDP,
         ZeRO,
         HierarchicalPartition,
+        ParameterServer,
         TensorParallel,
         TensorParallel2D,
         TensorParallel25D,

@@ -6,6 +6,7 @@ sum the tied gradients of all users of a weight.
     reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter; all_gather, of
                                                      factors of its slice
     all_gather        all slices                     all_gather or broadcast
+    reduce            at the root, the whole sum     reduce or gather
 
 A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
 
@@ -39,6 +40,7 @@ LAST_MESSAGES = MappingProxyType(
         "all_reduce": ("all_reduce", "all_gather", "broadcast"),
         "reduce_scatter": ("reduce_scatter", "all_to_all", "scatter", "all_gather"),
         "all_gather": ("all_gather", "broadcast"),
+        "reduce": ("reduce", "gather"),
     }
 )
 

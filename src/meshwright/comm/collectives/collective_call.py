@@ -138,7 +138,9 @@ def announce_exchange(
             group.axes,
             each.num_ranks or group.size,
             each.nbytes,
-            sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size),
+            sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size)
+            if _sends(each.collective, is_root=each.root == group.index)
+            else 0.0,
             dtype=each.dtype,
         )
         for each in messages
@@ -263,9 +265,13 @@ def _announcement(
             if size > 1
             else 0.0
         )
-    elif collective not in (*ONE_SENDER, *ONE_RECEIVER) or (source == index) == (collective in ONE_SENDER):
+    elif _sends(collective, is_root=source == index):
         sent = sent_nbytes(collective, nbytes, size)
     return call, LedgerEntry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
+
+
+def _sends(collective: str, *, is_root: bool) -> bool:
+    return collective not in (*ONE_SENDER, *ONE_RECEIVER) or is_root == (collective in ONE_SENDER)
 
 
 def _refusal(
