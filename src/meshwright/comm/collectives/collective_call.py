@@ -15,18 +15,13 @@ import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
-from meshwright.comm.collectives.comm_volume import sent_nbytes
+from meshwright.comm.collectives.comm_volume import ONE_RECEIVER, sends_bytes, sent_nbytes
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, SITE_AXES, Mesh, in_mesh_order
 
-# which ranks send: the one rank alone, or all but it
-ONE_SENDER, ONE_RECEIVER = (
-    ("broadcast", "scatter"),
-    ("gather", "reduce"),
-)
 POINT_TO_POINT = ("send", "recv")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 EXCHANGE = "exchange"
@@ -139,7 +134,7 @@ def announce_exchange(
             each.num_ranks or group.size,
             each.nbytes,
             sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size)
-            if _sends(each.collective, is_root=each.root == group.index)
+            if sends_bytes(each.collective, is_root=each.root == group.index)
             else 0.0,
             dtype=each.dtype,
         )
@@ -265,13 +260,9 @@ def _announcement(
             if size > 1
             else 0.0
         )
-    elif _sends(collective, is_root=source == index):
+    elif sends_bytes(collective, is_root=source == index):
         sent = sent_nbytes(collective, nbytes, size)
     return call, LedgerEntry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
-
-
-def _sends(collective: str, *, is_root: bool) -> bool:
-    return collective not in (*ONE_SENDER, *ONE_RECEIVER) or is_root == (collective in ONE_SENDER)
 
 
 def _refusal(

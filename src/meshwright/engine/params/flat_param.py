@@ -72,7 +72,7 @@ class FlatParam:
         return self.spec.local_numel(self.group.index)
 
     def gather(self, full_tensor: torch.Tensor, shard: torch.Tensor, *, action: str) -> None:
-        """Fills `full_tensor` with the `shard`s of all ranks, or with that of the owner; all ranks call it."""
+        """Fills `full_tensor` with the `shard`s of all ranks, or that of the owner; all ranks call it."""
         if self.spec.owner_index is None:
             self.group.all_gather(full_tensor, shard, action=action).wait()
             return

@@ -316,8 +316,8 @@ class RankState:
         """Returns the tensors that the collective of `action` reads and writes.
 
         What a strategy has lent; else the shard and the full tensor of a flat parameter, its packed gradients
-        and their shard (of which an owner has all), a bucket, one parameter's gradient, or the range of a bucket in which the gradients
-        of `action.tensors` lie.
+        and their shard (everything, at an owner), a bucket, one parameter's gradient, or the range of a
+        bucket in which the gradients of `action.tensors` lie.
         """
         if action.name in self._lent:
             return self._lent[action.name][0]

@@ -39,7 +39,7 @@ Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zha
 FSDP", arXiv 2304.11277 (sections 3.2 hybrid, 3.3 overlap).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -58,7 +58,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, I, S
 from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
+from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.plan.step.unshard_windows import (
     JoinScope,
     ParamUse,

@@ -3,8 +3,8 @@
 Why it works: an optimizer steps each parameter by itself, so one rank can keep the master and the optimizer
 states of a parameter for all, if it receives every gradient of it. Parameter groups are dealt to k servers,
 which are workers too: a server adds the gradients of its groups in the order of the ranks, and steps the sum
-as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No bit depends on
-k, because the order of a sum does not.
+as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No bit of a sum
+depends on k; that of the gradient norm may, which adds up those of the servers.
 
     all ranks    UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)   LOCAL_NORM GLOBAL_NORM CLIP STEP
     comm                                              REDUCE(1)      REDUCE(0)
@@ -45,7 +45,6 @@ and Algorithm 1, with sequential consistency (its figure 6a).
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from threading import Lock
 from typing import ClassVar
 
@@ -141,9 +140,9 @@ class ParameterServer(Strategy):
             text = f"the optimizer steps the whole matrix {owned[0]}, and the ranks of a server hold slices"
             fix = 'use "ddp" or "zero", an optimizer that steps elements ("adamw"), or mesh.tp = 1'
             yield Diagnostic(text, fix, location)
-        number = min(self._num_groups(sharding), default=self.servers)
+        number = max(self._num_groups(sharding), default=self.servers)
         if number < self.servers <= sharding.mesh.group_size(sharding.sum_axes(self.axis)):
-            where = " in one of the stages" if sharding.block_calls_by_pp_rank else ""
+            where = " in the stage with most" if sharding.block_calls_by_pp_rank else ""
             text = f"servers = {self.servers}, and there are {number} parameter groups{where}: a server would"
             text += " step nothing"
             yield Diagnostic(text, f"write servers = {number} or fewer", f"{location}.servers")
@@ -184,9 +183,9 @@ class ParameterServer(Strategy):
         }
 
     def _axes_text(self, sharding: ShardingPlan) -> str:
-        return " and ".join(axis for axis in sharding.sum_axes(self.axis) if sharding.mesh.size(axis) > 1) or (
-            self.axis
-        )
+        return " and ".join(
+            axis for axis in sharding.sum_axes(self.axis) if sharding.mesh.size(axis) > 1
+        ) or (self.axis)
 
     def _num_groups(self, sharding: ShardingPlan) -> Iterator[int]:
         """Yields, by stage, the number of groups that all ranks share."""
@@ -199,7 +198,7 @@ class ParameterServer(Strategy):
 
 
 def deal_groups(sharding: ShardingPlan, num_servers: int) -> dict[str, int]:
-    """Returns, by trained parameter, the index of its server among the ranks that its gradient is summed over.
+    """Returns, by trained parameter, the index of its server among the ranks that sum its gradient.
 
     Each group goes to the server with the fewest bytes so far, of all stages that use it; the largest group
     comes first. All ranks deal alike. `sharding` has gradients S(flat), and no owners.
@@ -246,16 +245,16 @@ def _pull(group: ParamGroup, spec: FlatParamSpec, job: Job) -> Action:
 
 
 def _with_push_buffers(actions: list[Action], view: RankView) -> list[Action]:
-    """Returns `actions` with the buffers in which the rank of `view` receives and adds gradients, as a server;
-    for each set of ranks one, which the sums over them take in turn.
+    """Returns `actions` with the buffers in which the rank of `view`, if it is a server, receives and adds
+    gradients: for each set of ranks one, which the sums over them take in turn.
     """
     sizes, buffers = dict[tuple[str, ...], int](), dict[str, Allocation]()
-    for action in actions:
-        if _is_push(action) and (transfer := action.transfer) is not None:
-            if view.plan.mesh.index(view.coordinate, transfer.axes) == transfer.root:
-                nbytes = _wide_nbytes(transfer) + transfer.nbytes
-                sizes[transfer.axes] = max(nbytes, sizes.get(transfer.axes, 0))
-                buffers.setdefault(action.name, Allocation(_buffer_name(transfer), 0))
+    for action in filter(_is_push, actions):
+        transfer = action.transfer
+        if transfer and view.plan.mesh.index(view.coordinate, transfer.axes) == transfer.root:
+            nbytes = _wide_nbytes(transfer) + transfer.nbytes
+            sizes[transfer.axes] = max(nbytes, sizes.get(transfer.axes, 0))
+            buffers.setdefault(action.name, Allocation(_buffer_name(transfer), 0))
     first = {buffer.name: name for name, buffer in reversed(buffers.items())}
     edited = list[Action]()
     for action in actions:
@@ -316,8 +315,8 @@ class Pushes:
 
 
 def push_rounds(size: int, index: int, root: int, gradient: torch.Tensor) -> Rounds:
-    """Yields the rounds of the rank at `index` of `size` that sends `gradient`, flat, to the one at `root`: in
-    its own round, and none in those of others.
+    """Yields the rounds of the rank at `index` of `size` that sends `gradient`, flat, to the one at `root`, in
+    its own round, and nothing in those of others.
     """
     for peer in range(size):
         if peer != root:

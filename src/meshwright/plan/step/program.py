@@ -85,10 +85,11 @@ class Transfer:
     Static checks read the meaning. The ledger, the bytes sent and the price are those of `messages`. In the
     first steps, before step `carried_from`, the transfer is carried by itself.
 
-    `position` orders the transfers within one action. `root` is the index along the axes of the one rank that
-    a broadcast or scatter begins at, or a reduce or gather ends at. `peer` is, for a send, the index along the
-    axis of the receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
-    each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
+    `position` orders the transfers within one action. `root` is the index along the axes of the one rank at
+    which a broadcast or scatter begins, or a reduce or gather ends. `peer` is, for a send, the index along
+    the axis of the receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the
+    same data, so each sends a chunk of it. Only the ranks at `member_indices` along the axes take part
+    (empty: all). With
     `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A transfer `in_glue`
     is not repeated when a block is recomputed. If the data decides the size, `runtime_size` says how, and
     `nbytes` is what is expected.

@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
-from meshwright.plan.step.program import Action, Period, Transfer
+from meshwright.plan.step.program import Action, Period, Role, Transfer
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
     peak_nbytes,
@@ -124,22 +124,31 @@ def at_most_text(plan: Plan) -> str:
 
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
-    """Returns the first rank of the role that sends most in a step, and its actions."""
-    totals = sent_nbytes_by_role(plan)
-    role = max(plan.program.roles, key=lambda role: totals[role.name])
-    return role.ranks[0], role.actions
+    """Returns the rank that sends most in a step, and its actions.
+
+    The ranks of a role differ if one sends to the others, or they to it: the first and the last are compared.
+    """
+    _, rank, role = max(
+        ((_sent_nbytes(plan, role, rank), rank, role) for role in plan.program.roles for rank in _ends(role)),
+        key=lambda found: found[0],
+    )
+    return rank, role.actions
 
 
 def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
     return {
-        role.name: sum(
-            min_max_sent_nbytes(move, plan.mesh)[1]
-            for action in role.actions
-            for move in action.sent_transfers
-        )
-        for role in plan.program.roles
+        role.name: max(_sent_nbytes(plan, role, rank) for rank in _ends(role)) for role in plan.program.roles
     }
+
+
+def _sent_nbytes(plan: Plan, role: Role, rank: int) -> float:
+    moves = (move for action in role.actions for move in action.sent_transfers)
+    return sum(min_max_sent_nbytes(move, plan.mesh, rank)[1] for move in moves)
+
+
+def _ends(role: Role) -> dict[int, None]:
+    return dict.fromkeys((role.ranks[0], role.ranks[-1]))
 
 
 def expected_text(plan: Plan) -> str:
@@ -217,7 +226,7 @@ def sent_table(plan: Plan) -> Table | None:
         for transfer in (each for each in action.transfers if each.messages):
             key = action.kind, _transfer_text(transfer)
             messages, nbytes = totals.get(key, (0, 0.0))
-            most = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            most = min_max_sent_nbytes(transfer, plan.mesh, rank)[1]
             totals[key] = messages + len(transfer.messages), nbytes + most
     if not totals:
         return None

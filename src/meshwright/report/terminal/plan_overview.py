@@ -322,12 +322,13 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     The most bytes come first.
     """
     totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for action in busiest_rank(plan)[1]:
+    rank, actions = busiest_rank(plan)
+    for action in actions:
         for transfer in action.sent_transfers:
             axes = ", ".join(in_mesh_order(transfer.axes))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))
-            nbytes = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            nbytes = min_max_sent_nbytes(transfer, plan.mesh, rank)[1]
             totals[key] = messages + len(transfer.messages), total + nbytes
     return dict(sorted(totals.items(), key=lambda each: -each[1][1]))
 
