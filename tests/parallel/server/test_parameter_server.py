@@ -9,7 +9,7 @@ import torch
 import meshwright as mw
 from meshwright.comm.backends.run_algorithm import deliver_rounds
 from meshwright.comm.collectives.deterministic_sum import ACCUMULATION_DTYPES
-from meshwright.parallel.server.parameter_server import WIDE, deal_groups, push_rounds, take_rounds
+from meshwright.parallel.server.parameter_server import WIDE, assign_servers, push_rounds, take_rounds
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
@@ -44,8 +44,8 @@ def owners(plan: Plan) -> list[int | None]:
     return [each.owner_index for each in plan.sharding.param_shardings]
 
 
-def test_groups_are_dealt_to_the_server_with_least_and_the_fullest_comes_first():
-    # of equal groups the last one, whose backward ends first, is dealt first
+def test_groups_go_to_the_server_with_least_and_the_fullest_comes_first():
+    # of equal groups the last one, whose backward ends first, comes first
     assert owners(paper_plan(2, 4)) == [0, 2, 0, 2, 0]
     assert owners(paper_plan(3, 3)) == [1, 0, 2, 1, 0]
     assert owners(paper_plan(1, 7)) == [0] * 5
@@ -61,7 +61,7 @@ def test_groups_are_dealt_to_the_server_with_least_and_the_fullest_comes_first()
         ),
     )
     # 9 | 8, 9 | 8 + 7, 9 + 6 | 8 + 7, 9 + 6 + 5 | 8 + 7
-    assert list(deal_groups(unequal, 2).values()) == [0, 1, 1, 0, 0]
+    assert list(assign_servers(unequal, 2).values()) == [0, 1, 1, 0, 0]
     sizes = (6, 5, 5, 0, 0)  # the first server ends with less than the second, and they change places
     unequal = replace(
         unequal,
@@ -70,7 +70,7 @@ def test_groups_are_dealt_to_the_server_with_least_and_the_fullest_comes_first()
             for each, size in zip(shardings, sizes, strict=True)
         ),
     )
-    assert list(deal_groups(unequal, 2).values()) == [1, 0, 0, 1, 1]
+    assert list(assign_servers(unequal, 2).values()) == [1, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -159,9 +159,9 @@ def test_gradients_are_pushed_once_for_several_microbatches():
     assert sum(action.kind == "REDUCE" for action in actions) == sum(a.kind == "PACK" for a in actions) == 5
 
 
-def test_a_server_has_room_for_what_arrives_and_the_sum_of_its_largest_group():
+def test_a_server_has_a_buffer_for_what_arrives_and_the_sum_of_its_largest_group():
     plan, unit = paper_plan(2, 4), 77 * 8
-    rooms = [
+    buffers = [
         [
             (hold.name, hold.nbytes)
             for action in plan.for_rank(rank).actions
@@ -170,7 +170,7 @@ def test_a_server_has_room_for_what_arrives_and_the_sum_of_its_largest_group():
         ]
         for rank in range(4)
     ]
-    assert rooms == [[("pushed gradients over dp_replicate", 2 * unit)], [], rooms[0], []]
+    assert buffers == [[("pushed gradients over dp_replicate", 2 * unit)], [], buffers[0], []]
     half = server_plan(1, precision=PrecisionConfig(reduce="bfloat16"))
     (first,) = (
         a for a in half.for_rank(0).actions if any(h.name.startswith("pushed") for h in a.allocations)

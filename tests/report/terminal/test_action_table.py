@@ -38,6 +38,7 @@ from meshwright.parallel.outer.diloco import DiLoCo
 from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -74,6 +75,7 @@ STORES = {
     "many buckets": DDP(bucket_mb=1e-9),
     "naive_ddp": NaiveDDP(),
     "data_parallel_master": DataParallelMaster(),
+    "parameter_server": ParameterServer(servers=2),
 }
 
 

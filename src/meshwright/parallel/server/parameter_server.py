@@ -1,8 +1,8 @@
 """Synchronous parameter server: workers push gradients to the ranks that step them, and pull parameters back.
 
 Why it works: an optimizer steps each parameter by itself, so one rank can keep the master and the optimizer
-states of a parameter for all, if it receives every gradient of it. Parameter groups are dealt to k servers,
-which are workers too: a server adds the gradients of its groups in the order of the ranks, and steps the sum
+states of a parameter for all, if it receives every gradient of it. Each parameter group is assigned to one of k
+servers, which are workers too: a server adds the gradients of its groups in the order of the ranks, and steps the sum
 as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No bit of a sum
 depends on k; that of the gradient norm may, which adds up those of the servers.
 
@@ -16,10 +16,10 @@ depends on k; that of the gradient norm may, which adds up those of the servers.
     sum; parameters S(flat) -> R: broadcast from its rank, at the begin of the next step
 
 A push begins when the backward of its group is done, once per step, while earlier blocks still compute. A
-group is dealt to the server with the fewest bytes so far, the largest group first; of equal servers to the
-first. Server j is the rank at index floor(j n / k) of the n, so that the servers lie on different hosts; the
-one with most bytes comes first. Experts that fewer ranks share are dealt among these. In a pipeline each
-stage has k servers. Sums of half types are made in float32, and rounded once.
+group goes to the server with the fewest bytes so far, the largest group first; of equal servers to the first.
+Server j is the rank at index floor(j n / k) of the n, so that the servers lie on different hosts; the one
+with most bytes comes first. Experts that fewer ranks share have servers among these. In a pipeline each stage
+has k servers. Sums of half types are made in float32, and rounded once.
 
     S, W        bytes of the trained parameters in the dtype of the sums, and in that of the parameters
     S_j, W_j    those of the groups of a server, about 1/k of them; 0 for the other workers
@@ -155,7 +155,7 @@ class ParameterServer(Strategy):
             return replace(param_sharding, grad_layout=layout)
 
         placed = sharding.map_param_shardings(sharded)
-        owners = deal_groups(placed, self.servers)
+        owners = assign_servers(placed, self.servers)
         return placed.map_param_shardings(
             lambda each: replace(each, owner_index=owners.get(each.param.name, each.owner_index))
         )
@@ -197,11 +197,11 @@ class ParameterServer(Strategy):
         yield from numbers.values()
 
 
-def deal_groups(sharding: ShardingPlan, num_servers: int) -> dict[str, int]:
+def assign_servers(sharding: ShardingPlan, num_servers: int) -> dict[str, int]:
     """Returns, by trained parameter, the index of its server among the ranks that sum its gradient.
 
     Each group goes to the server with the fewest bytes so far, of all stages that use it; the largest group
-    comes first. All ranks deal alike. `sharding` has gradients S(flat), and no owners.
+    comes first. All ranks assign alike. `sharding` has gradients S(flat), and no owners.
     """
     loads = defaultdict[tuple[tuple[str, ...], int, int], int](int)  # by axes, stage and server
     chosen, order = list[tuple[ParamGroup, int]](), flat_groups(sharding.param_groups)
@@ -246,7 +246,7 @@ def _pull(group: ParamGroup, spec: FlatParamSpec, job: Job) -> Action:
 
 def _with_push_buffers(actions: list[Action], view: RankView) -> list[Action]:
     """Returns `actions` with the buffers in which the rank of `view`, if it is a server, receives and adds
-    gradients: for each set of ranks one, which the sums over them take in turn.
+    gradients: for each set of ranks one, which the sums over them share.
     """
     sizes, buffers = dict[tuple[str, ...], int](), dict[str, Allocation]()
     for action in filter(_is_push, actions):
@@ -291,7 +291,7 @@ class Pushes:
         self._state = runtime.state
         actions = [action for action in runtime.state.plan.actions if _is_push(action)]
         self._buffers = {each.name: each for action in actions for each in action.allocations}
-        self._lock = Lock()  # on threads, two sums may run at a time, and they take one buffer in turn
+        self._lock = Lock()  # on threads, two sums may run at a time, and they share one buffer
 
     def start(self, action: Action) -> None:
         """Starts to send the packed gradients of a group to its server; there, to receive and add them."""
@@ -315,8 +315,8 @@ class Pushes:
 
 
 def push_rounds(size: int, index: int, root: int, gradient: torch.Tensor) -> Rounds:
-    """Yields the rounds of the rank at `index` of `size` that sends `gradient`, flat, to the one at `root`, in
-    its own round, and nothing in those of others.
+    """Yields the rounds of the rank at `index` of `size` that sends `gradient`, flat, to the one at `root`:
+    in its own round, and nothing in those of others.
     """
     for peer in range(size):
         if peer != root:

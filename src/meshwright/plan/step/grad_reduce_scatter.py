@@ -34,8 +34,8 @@ NUM_BUFFERS = 2
 
 
 def ordered_reduce(transfer: Transfer, root: int) -> Transfer:
-    """Returns the reduce to the rank at index `root` of what `transfer` reduces: all ranks send theirs, and it
-    adds them in their order, so that no bit depends on which rank it is.
+    """Returns the reduce to the rank at index `root` of what `transfer` reduces: all ranks send theirs, and
+    it adds them in their order, so that no bit depends on which rank it is.
     """
     gather = replace(transfer, collective="gather", root=root)
     return replace(gather, collective="reduce", carried_by=(gather,))

@@ -89,10 +89,9 @@ class Transfer:
     which a broadcast or scatter begins, or a reduce or gather ends. `peer` is, for a send, the index along
     the axis of the receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the
     same data, so each sends a chunk of it. Only the ranks at `member_indices` along the axes take part
-    (empty: all). With
-    `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A transfer `in_glue`
-    is not repeated when a block is recomputed. If the data decides the size, `runtime_size` says how, and
-    `nbytes` is what is expected.
+    (empty: all). With `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A
+    transfer `in_glue` is not repeated when a block is recomputed. If the data decides the size,
+    `runtime_size` says how, and `nbytes` is what is expected.
     """
 
     collective: str
