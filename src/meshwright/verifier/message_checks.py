@@ -17,6 +17,8 @@ wait for ever.
 Where sites train apart, each parameter is averaged once, at the end of a round, behind the step that changed
 it; and what runs in every step waits for nothing that runs at the end of a round alone.
 
+Where one rank steps a parameter for others, its gradients go to that rank, and its values come from there.
+
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
 """
@@ -43,6 +45,7 @@ LAST_MESSAGES = MappingProxyType(
         "reduce": ("reduce", "gather"),
     }
 )
+TO_OR_FROM_OWNER: Mapping[str, str] = MappingProxyType({"reduce": "to", "broadcast": "from"})
 
 
 def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
@@ -51,6 +54,23 @@ def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
         for transfer in action.transfers:
             if transfer.carried_by:
                 yield from (f"{action.name} {problem}" for problem in _problems(mesh, transfer))
+
+
+def check_owners(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields sums that do not end at the rank that steps them, and parameters that come from another one."""
+    owners = {
+        each.param.name: each.owner_index
+        for each in plan.view.param_shardings
+        if each.owner_index is not None
+    }
+    for action in actions if owners else ():
+        transfer = action.transfer
+        if transfer is None or transfer.collective not in TO_OR_FROM_OWNER:
+            continue
+        wrong = next((name for name in action.tensors if owners.get(name) not in (None, transfer.root)), None)
+        if wrong is not None:
+            where = f"{TO_OR_FROM_OWNER[transfer.collective]} index {transfer.root}"
+            yield f"{action.name} goes {where}, and index {owners[wrong]} steps {wrong}"
 
 
 def check_message_order(plan: Plan, role: Role) -> Iterator[str]:

@@ -256,13 +256,18 @@ def without(kind: str, number: int = 0):
     return change
 
 
-def rooted_elsewhere(actions: list[Action]) -> list[Action]:
-    return [
-        replace(each, transfer=replace(each.transfer, root=(each.transfer.root + 1) % 3))
-        if each.kind == "UNSHARD" and each.transfer
-        else each
-        for each in actions
-    ]
+@pytest.mark.parametrize(("kind", "where"), [("UNSHARD", "from"), ("REDUCE", "to")])
+def test_another_rank_than_the_server_of_a_group_is_noticed(kind: str, where: str):
+    def change(actions: list[Action]) -> list[Action]:
+        return [
+            replace(each, transfer=replace(each.transfer, root=2))
+            if each.kind == kind and each.transfer
+            else each
+            for each in actions
+        ]
+
+    texts = [str(each) for each in static_checks(edited(server_plan(1), change))]
+    assert any(f"{kind}(head) goes {where} index 2, and index 0 steps head.weight" in text for text in texts)
 
 
 def test_a_gradient_that_is_not_pushed_and_a_parameter_that_is_not_pulled_are_noticed():

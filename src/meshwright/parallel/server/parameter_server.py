@@ -1,10 +1,10 @@
 """Synchronous parameter server: workers push gradients to the ranks that step them, and pull parameters back.
 
 Why it works: an optimizer steps each parameter by itself, so one rank can keep the master and the optimizer
-states of a parameter for all, if it receives every gradient of it. Each parameter group is assigned to one of k
-servers, which are workers too: a server adds the gradients of its groups in the order of the ranks, and steps the sum
-as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No bit of a sum
-depends on k; that of the gradient norm may, which adds up those of the servers.
+states of a parameter for all, if it receives every gradient of it. Each parameter group is assigned to one of
+k servers, which are workers too: a server adds the gradients of its groups in the order of the ranks, and
+steps the sum as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No
+bit of a sum depends on k; that of the gradient norm may, which adds up those of the servers.
 
     all ranks    UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)   LOCAL_NORM GLOBAL_NORM CLIP STEP
     comm                                              REDUCE(1)      REDUCE(0)
@@ -38,8 +38,8 @@ Cost: masters and optimizer states 1/k on a server and 0 on other workers; weigh
 A server keeps a buffer for the gradients that arrive and their sum, as long as twice its largest group.
 Limits: the servers lie among the workers, and a step waits for the slowest rank. What rests off the device,
 travels as codes, or is stepped as a matrix of which several ranks hold slices, is refused.
-Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), section 3.1
-and Algorithm 1, with sequential consistency (its figure 6a).
+Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), Algorithm 1,
+with the first of its consistency models, the sequential one.
 """
 
 from collections import defaultdict
