@@ -92,6 +92,37 @@ def test_a_tied_parameter_has_one_server_for_all_its_stages():
     assert served == {rank: [rank % 2 == owners["embed.weight"]] for rank in range(4)}
 
 
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_evaluation_and_noise_scale_are_those_of_ddp(reduce: str):
+    train = mw.TrainConfig(steps=20, batch=12, clip=0.0, noise_scale=True)
+    precision = mw.PrecisionConfig(reduce=reduce)
+
+    def body(world: World, plan: Plan) -> list[float]:
+        executor = executor_of(analyzed_model(), plan, world)
+        scales = [executor.step(samples_of(plan, world.rank, step)).noise_scale for step in range(3)]
+        loss = executor.evaluate([samples_of(plan, world.rank, 3)]).loss
+        executor.close()
+        return [loss, *(0.0 if each is None else each for each in scales)]
+
+    servers, ddp = (server_plan(each, train=train, precision=precision) for each in (2, mw.DDP()))
+    assert static_checks(servers) == []
+    found, expected = (run_on_threads(lambda world, p=p: body(world, p), p.mesh) for p in (servers, ddp))
+    assert found == [found[0]] * 3
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert any(expected[0][1:])
+
+
+def test_a_rank_of_many_is_traced_without_memory_and_the_others():
+    job = tiny_job(batch=48, optimizer=ADAMW)
+    mesh, strategies = (
+        mw.Mesh(dp_replicate=12, tp=2),
+        (SPLIT, mw.TensorParallel(), mw.ParameterServer(servers=2)),
+    )
+    plan = mw.make_plan(analyzed_even_llama(), job, mesh, strategies, 2)
+    traced = mw.trace(analyzed_even_llama(), plan, [0, 12, 23])
+    assert traced.passed, str(traced)
+
+
 def on_a_process(world: World) -> list[torch.Tensor]:
     plan = server_plan(2, optimizer=ADAMW)
     executor = executor_of(analyzed_model(), plan, world)

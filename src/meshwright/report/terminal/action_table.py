@@ -29,6 +29,7 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
     expected_text,
     rounds_text,
     sent_table,
+    servers_text,
     states_table,
     states_text,
 )
@@ -154,6 +155,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **batch_sums_text(plan),
         **staleness_text(plan),
         **rounds_text(plan),
+        **servers_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),
         "sent per rank and step": _sent_text(plan) + expected_text(plan),

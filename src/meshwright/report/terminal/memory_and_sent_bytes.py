@@ -5,6 +5,7 @@ With several roles, the table has the first rank of each; of many roles, the fir
 with the largest peak. Bytes sent are those of the busiest rank.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -142,6 +143,12 @@ def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     }
 
 
+def all_send_alike(plan: Plan) -> bool:
+    """Returns whether all ranks have one list of actions, and send as much as each other in a step."""
+    roles = plan.program.roles
+    return len(roles) == 1 and len({_sent_nbytes(plan, roles[0], rank) for rank in _ends(roles[0])}) == 1
+
+
 def _sent_nbytes(plan: Plan, role: Role, rank: int) -> float:
     moves = (move for action in role.actions for move in action.sent_transfers)
     return sum(min_max_sent_nbytes(move, plan.mesh, rank)[1] for move in moves)
@@ -166,6 +173,29 @@ def expected_text(plan: Plan) -> str:
     if not sizes:
         return ""
     return f" expected, at most {format_nbytes(more)} more: the choice of experts decides"
+
+
+def servers_text(plan: Plan) -> dict[str, str]:
+    """Returns a row that says what each rank of the first role that steps for others receives; {} if none
+    does.
+
+    Of the ranks with slices of the same parameters, the first ones are named.
+    """
+    role, arriving = plan.program.roles[0], Counter[int]()
+    for action in role.actions if plan.sharding.has_owners else ():
+        transfer = action.transfer
+        if transfer is not None and transfer.collective == "reduce":
+            sender_nbytes = transfer.nbytes * (transfer.num_ranks(plan.mesh) - 1)
+            arriving[plan.mesh.peers(role.ranks[0], transfer.axes)[transfer.root]] += sender_nbytes
+    if not arriving:
+        return {}
+    shown = [
+        f"rank {rank} receives {format_nbytes(nbytes)}"
+        for rank, nbytes in arriving.most_common(MAX_SHOWN_RANKS)
+    ]
+    more = ["..."] if len(arriving) > len(shown) else []
+    text = f"gradients per step: {', '.join([*shown, *more])}, from all ranks whose parameters it steps"
+    return {"servers": text}
 
 
 def rounds_text(plan: Plan) -> dict[str, str]:
@@ -235,7 +265,7 @@ def sent_table(plan: Plan) -> Table | None:
     return Table(
         ["kind", "transfer", Column("messages", "{:,}"), Column("sent per step", format_nbytes)],
         [*rows, total],
-        note=f"on rank {rank}, which sends most" if len(plan.program.roles) > 1 else "",
+        note="" if all_send_alike(plan) else f"on rank {rank}, which sends most",
         row_style=_total_in_bold,
     )
 
