@@ -29,15 +29,17 @@ has k servers. Sums of half types are made in float32, and rounded once.
     ddp                              2 (n-1)/n S                       2 (n-1)/n S
     zero, stage 1                    (n-1)/n (S + W)                   (n-1)/n (S + W)
 
-So one server receives n/2 times what a rank of `ddp` does: all bytes go through it. With k = n, ranks send
-and receive what those of `zero` do, up to uneven groups; zero cuts every parameter into n equal shards, which
-is why it took the place of servers where all ranks are alike. W_j is counted once: a backend forwards a
-broadcast along a ring or a tree. k = 1 is `data_parallel_master` with parallel losses.
+So one server receives n/2 times what a rank of `ddp` does: all bytes go through it. With k = n, a rank
+receives what one of `zero` does, up to uneven groups; zero cuts every parameter into n equal shards, which is
+why it took the place of servers where all ranks are alike. The ledger counts W_j once, at the server: a
+backend forwards a broadcast along a ring or a tree, so that other ranks send it on. k = 1 is
+`data_parallel_master` with losses on all ranks.
 
 Cost: masters and optimizer states 1/k on a server and 0 on other workers; weights and gradients whole on all.
 A server keeps a buffer for the gradients that arrive and their sum, as long as twice its largest group.
 Limits: the servers lie among the workers, and a step waits for the slowest rank. What rests off the device,
-travels as codes, or is stepped as a matrix of which several ranks hold slices, is refused.
+travels as codes, or is stepped as a matrix of which several ranks hold slices, is refused. `search` does not
+propose it.
 Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), Algorithm 1,
 with the first of its consistency models, the sequential one.
 """
