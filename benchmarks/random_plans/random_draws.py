@@ -29,6 +29,7 @@ from benchmarks.random_plans.strategy_draws import (
     MULTI_DIM_TENSOR_PARALLEL,
     Sizes,
     draw_strategies,
+    with_servers,
 )
 from meshwright.api import make_plan
 from meshwright.parallel.context.ring import RingAttention
@@ -72,6 +73,7 @@ TECHNIQUES: Mapping[str, str] = (
     MappingProxyType(  # techniques that a plan may combine -> kind; a plan has at most one of each kind
         {
             **{name: name for name in ("ddp", "naive_ddp", "data_parallel_master", "zero replicate_axis")},
+            "parameter_server": "parameter_server",
             **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
             **{
                 name: name
@@ -227,7 +229,8 @@ def draw(seed: int, number: int) -> Draw:
         drawn = _with_batch_norms(drawn)
     drawn = replace(drawn, strategies=with_offloads(f"{seed}/{number}", drawn.strategies))
     hpz = with_hpz(Random(f"{seed}/{number}/hpz"), drawn.mesh, drawn.strategies)
-    drawn = replace(drawn, strategies=hpz)
+    server = with_servers(Random(f"{seed}/{number}/server"), drawn.mesh, hpz)
+    drawn = replace(drawn, strategies=server)
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn

@@ -5,7 +5,7 @@ strategy from a random generator and the number of cp ranks, and tells whether t
 then the number of heads must be divisible.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from types import MappingProxyType
@@ -26,12 +26,14 @@ from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -168,3 +170,13 @@ def _zero(rng: Random, axis: str, replicate_axis: str, stage: int) -> Strategy:
         keep_mb=rng.choice((0.0, 0.01)),
         prefetch=rng.choice((0, 1, 3)),
     )
+
+
+def with_servers(rng: Random, mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies`, in many plans with servers in place of ddp, unless states rest on the host."""
+    ddp = [each for each in strategies if isinstance(each, DDP)]
+    is_offloaded = any(each.name in ("offload", "disk_offload") for each in strategies)
+    if len(ddp) != 1 or is_offloaded or rng.random() < 0.4:
+        return tuple(strategies)
+    server = ParameterServer(ddp[0].axis, rng.randint(1, min(2, mesh.size(ddp[0].axis))))
+    return tuple(server if isinstance(each, DDP) else each for each in strategies)

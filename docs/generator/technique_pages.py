@@ -59,6 +59,7 @@ TITLES = {
     "compression": "Compressed communication",
     "compression/codecs": "Codecs",
     "outer": "Rounds between sites",
+    "server": "Parameter servers",
     "memory": "Memory",
     "memory/tiers": "Memory of the host and of disks",
     "tensor": "Tensor parallelism",

@@ -28,6 +28,7 @@ def test_a_sum_of_coded_slices_can_carry_a_sum():
     )
     assert problems("all_reduce", BOTH, codes, whole) == []
     assert problems("reduce_scatter", BOTH, codes) == []
+    assert problems("reduce", BOTH, Transfer("gather", BOTH, 24)) == []
     assert problems("all_reduce", ("dp_shard", "tp"), Transfer("all_reduce", ("dp_shard",), 24)) == []
 
 

@@ -143,8 +143,9 @@ class Plan:
             first.param_shardings,
             first.work_share.fractions_by_length,
         )
-        # copies between tiers have the sizes of what the rank holds of each parameter
-        if not is_alike or (rank != role.ranks[0] and self.sharding.tiers != ON_DEVICE):
+        # copies between tiers have the sizes of what the rank holds of each parameter; so have sums of owners
+        differs = self.sharding.tiers != ON_DEVICE or self.sharding.has_owners
+        if not is_alike or (rank != role.ranks[0] and differs):
             (role,) = _program(self.job, view, self.strategies, self.micro_batch).roles
         return self._at(rank, view, role)
 

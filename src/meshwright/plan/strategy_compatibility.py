@@ -31,6 +31,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(  # of strategies, in other li
         **dict.fromkeys(("pp", "pipeline_parallel", "gpipe", "1f1b"), "pipeline"),
         **dict.fromkeys(("cp", "context_parallel", "ring_attention"), "ring"),
         "sp": "sequence_parallel",
+        **dict.fromkeys(("ps", "param_server", "byteps", "ps_lite"), "parameter_server"),
         **dict.fromkeys(("localsgd", "post_local_sgd", "fedavg"), "local_sgd"),
         **dict.fromkeys(("gradient_checkpointing", "checkpointing", "recompute"), "activation_checkpointing"),
     }

@@ -6,6 +6,7 @@ sum the tied gradients of all users of a weight.
     reduce_scatter    its slice of the sum           reduce_scatter, all_to_all or scatter; all_gather, of
                                                      factors of its slice
     all_gather        all slices                     all_gather or broadcast
+    reduce            at the root, the whole sum     reduce or gather
 
 A message may go over some of the axes of its transfer; together they go over all of them, and over no other.
 
@@ -15,6 +16,8 @@ wait for ever.
 
 Where sites train apart, each parameter is averaged once, at the end of a round, behind the step that changed
 it; and no action waits for one that does not run in the same step, unless it waits for an earlier step.
+
+Where one rank steps a parameter for others, its gradients go to that rank, and its values come from there.
 
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
@@ -40,8 +43,10 @@ LAST_MESSAGES = MappingProxyType(
         "all_reduce": ("all_reduce", "all_gather", "broadcast"),
         "reduce_scatter": ("reduce_scatter", "all_to_all", "scatter", "all_gather"),
         "all_gather": ("all_gather", "broadcast"),
+        "reduce": ("reduce", "gather"),
     }
 )
+TO_OR_FROM_OWNER: Mapping[str, str] = MappingProxyType({"reduce": "to", "broadcast": "from"})
 
 
 def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
@@ -50,6 +55,23 @@ def check_messages(mesh: Mesh, actions: Sequence[Action]) -> Iterator[str]:
         for transfer in action.transfers:
             if transfer.carried_by:
                 yield from (f"{action.name} {problem}" for problem in _problems(mesh, transfer))
+
+
+def check_owners(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields sums that do not end at the rank that steps them, and parameters that come from another one."""
+    owners = {
+        each.param.name: each.owner_index
+        for each in plan.view.param_shardings
+        if each.owner_index is not None
+    }
+    for action in actions if owners else ():
+        transfer = action.transfer
+        if transfer is None or transfer.collective not in TO_OR_FROM_OWNER:
+            continue
+        wrong = next((name for name in action.tensors if owners.get(name) not in (None, transfer.root)), None)
+        if wrong is not None:
+            where = f"{TO_OR_FROM_OWNER[transfer.collective]} index {transfer.root}"
+            yield f"{action.name} goes {where}, and index {owners[wrong]} steps {wrong}"
 
 
 def check_message_order(plan: Plan, role: Role) -> Iterator[str]:

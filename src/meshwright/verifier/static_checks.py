@@ -33,6 +33,7 @@ from meshwright.plan.step.weight_stashing import version_conflicts
 from meshwright.verifier.message_checks import (
     check_message_order,
     check_messages,
+    check_owners,
     check_rounds,
     check_streams,
     check_tied_params,
@@ -64,6 +65,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             activation_file_conflicts(role.actions),
             check_message_order(plan, role),
             check_messages(plan.mesh, role.actions),
+            check_owners(rank_plan, role.actions),
             check_streams(role.actions),
             check_rounds(rank_plan, role.actions),
         )

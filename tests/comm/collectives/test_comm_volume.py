@@ -2,7 +2,9 @@
 
 import pytest
 
-from meshwright.comm.collectives.comm_volume import sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes, sent_nbytes
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.program import Transfer
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,16 @@ def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: flo
 )
 def test_a_single_rank_sends_nothing(collective: str) -> None:
     assert sent_nbytes(collective, 12, 1) == 0
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "scatter", "gather", "reduce", "all_reduce"])
+def test_of_a_rank_that_sends_nothing_nothing_is_counted(collective: str) -> None:
+    mesh, transfer = Mesh(dp_replicate=3, tp=2), Transfer(collective, ("dp_replicate",), 12, root=1)
+    sent = sent_nbytes(collective, 12, 3)
+    roots = [mesh.coordinate(rank)["dp_replicate"] == 1 for rank in range(6)]
+    senders = {"broadcast": roots, "scatter": roots, "all_reduce": [True] * 6}
+    sends = senders.get(collective, [not is_root for is_root in roots])
+    assert [min_max_sent_nbytes(transfer, mesh, rank) for rank in range(6)] == [
+        (sent * each, sent * each) for each in sends
+    ]
+    assert min_max_sent_nbytes(transfer, mesh) == (sent, sent)

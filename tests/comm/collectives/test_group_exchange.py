@@ -193,3 +193,23 @@ def test_bytes_that_no_message_states_are_an_error(run: Run):
 
 def _raise_first(errors: list[str]) -> None:
     raise RuntimeError(errors[0])
+
+
+def gathered_at_the_last(world: World) -> tuple[list[float], float]:
+    """Sends every other rank's number to rank 2 in one round each; returns them, and the bytes sent."""
+    group, found = world.group(["dp_shard"]), torch.zeros(2)
+    world.ledger.is_recording = True
+
+    def rounds() -> Rounds:
+        for peer in range(2):
+            sends = [(2, torch.full((1,), 5.0 + peer))] if group.index == peer else []
+            yield sends, [(peer, found[peer : peer + 1])] if group.index == 2 else []
+
+    message = ExchangedMessage("gather", 4, "float32", root=2)
+    group.exchange(rounds(), [message], action="TEST").wait()
+    return found.tolist(), world.ledger.sent_nbytes["TEST"]
+
+
+def test_the_root_of_a_message_sends_nothing(run: Run):
+    found = run(gathered_at_the_last, RING)
+    assert found == [([0.0, 0.0], 4.0), ([0.0, 0.0], 4.0), ([5.0, 6.0], 0.0)]

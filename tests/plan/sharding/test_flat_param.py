@@ -72,3 +72,26 @@ def test_full_matrices_go_to_the_least_loaded_rank():
         ["w0", "w2", "w3"],
     ]
     assert flat_param.shard_numel == 11
+
+
+@given(
+    shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS), multiple=st.sampled_from([1, 32])
+)
+def test_an_owner_has_every_element_and_the_others_none(
+    shapes: list[tuple[int, ...]], ranks: int, grain: str, multiple: int
+):
+    params, owner = weights_of(shapes), ranks // 2
+    flat_param = FlatParamSpec.build(
+        "v", params, ("dp_shard",), ranks, grain, align_numel=multiple, owner_index=owner
+    )
+    found = [flat_param.param_shards(index) for index in range(ranks)]
+    assert [len(each) for each in found] == [len(params) * (index == owner) for index in range(ranks)]
+    assert [(each.name, each.begin, each.end) for each in found[owner]] == [
+        (each.name, 0, each.numel) for each in params
+    ]
+    assert [flat_param.local_numel(index) for index in range(ranks)] == [
+        flat_param.numel * (index == owner) for index in range(ranks)
+    ]
+    assert flat_param.numel < sum(each.numel for each in params) + max(multiple, QUANT_BLOCK_NUMEL) * (
+        len(params) + 1
+    )

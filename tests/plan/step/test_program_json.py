@@ -49,6 +49,7 @@ def test_every_field_of_a_transfer_is_read_back(
 ):
     nbytes = 8 if size is None else size.expected
     transfer = Transfer("send", ("pp",), nbytes, peer=peer, runtime_size=size, carried_from=carried_from)
+    transfer = replace(transfer, root=carried_from)
     made = Program((Role("pp1", range(1), (Action("SEND", stream="send", transfer=transfer),)),))
     assert program_from_dict(json.loads(json.dumps(program_to_dict(made)))) == made
 

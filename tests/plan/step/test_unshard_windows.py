@@ -5,7 +5,16 @@ buffer.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.step.unshard_windows import ParamUse, UnshardWindow, assign_buffers, unshard_windows
+from meshwright.plan.model_spec.model_spec import ROOT, ParamSpec
+from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.unshard_windows import (
+    ParamUse,
+    UnshardWindow,
+    assign_buffers,
+    gather_before_forward,
+    unshard_windows,
+)
 
 CHAIN = [ParamUse((name,), 0) for name in ("a", "b", "c", "c", "b", "a")]
 ONES = {"a": 1, "b": 1, "c": 1}
@@ -79,3 +88,23 @@ def test_every_use_finds_its_groups_and_no_two_share_a_buffer(
         for other in found:
             apart = other.last_use < one.fetch_use or one.last_use < other.fetch_use
             assert one == other or apart or number[one.param_group] != number[other.param_group]
+
+
+def test_gathers_stand_before_the_forward_in_the_order_of_use_and_each_use_waits_for_its_own():
+    calls = {"c": ("v2",), "root": (ROOT,), "a": ("v0",), "kept": ("v1",)}
+    groups = [
+        ParamGroup(name, (ParamSharding(ParamSpec(name, (1,), used)),), None) for name, used in calls.items()
+    ]
+    gathers = {name: Action("UNSHARD", name, stream="comm") for name in ("c", "root", "a")}
+    actions = [Action("TOKEN_COUNT"), *(Action("F", call, 0) for call in ("v0", "v1", "v2"))]
+    found = gather_before_forward(actions, groups, gathers, ("v0", "v1", "v2"))
+    assert [(each.name, each.waits) for each in found] == [
+        ("TOKEN_COUNT()", ()),
+        ("UNSHARD(root)", ()),
+        ("UNSHARD(a)", ()),
+        ("UNSHARD(c)", ()),
+        ("WAIT(root)", ("UNSHARD(root)",)),
+        ("F(v0, 0)", ("UNSHARD(a)",)),
+        ("F(v1, 0)", ()),
+        ("F(v2, 0)", ("UNSHARD(c)",)),
+    ]

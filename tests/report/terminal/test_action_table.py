@@ -39,6 +39,7 @@ from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -75,6 +76,7 @@ STORES = {
     "many buckets": DDP(bucket_mb=1e-9),
     "naive_ddp": NaiveDDP(),
     "data_parallel_master": DataParallelMaster(),
+    "parameter_server": ParameterServer(servers=2),
 }
 
 

@@ -10,17 +10,25 @@ from rich.console import Console
 
 from meshwright.api import make_plan
 from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.data_parallel_master import DataParallelMaster
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.terminal.memory_and_sent_bytes import (
+    all_send_alike,
+    busiest_rank,
     expected_text,
+    sent_nbytes_by_role,
     sent_table,
+    servers_text,
     state_nbytes_by_role,
     states_table,
 )
@@ -96,3 +104,33 @@ def test_bytes_that_the_choice_of_experts_decides_are_said_to_be_expected():
     more = sum(size.max_rows * size.row_nbytes - size.expected_rows * size.row_nbytes for size in sizes)
     assert more > 0
     assert f"expected, at most {format_nbytes(more)} more" in expected_text(plan)
+
+
+def copies(store: Strategy, precision: PrecisionConfig | None = None) -> Plan:
+    """Four blocks of a MiB of float32 on four ranks, stored by `store`."""
+    job = replace(JOB, precision=precision or PrecisionConfig())
+    model_spec = SyntheticModel(layers=4, numel=2**18).model_spec
+    return Plan.make(job, Mesh(dp_replicate=4), model_spec, (BatchSplit(), store))
+
+
+def test_servers_are_named_with_what_arrives_there():
+    text = servers_text(copies(ParameterServer(servers=2)))["servers"]
+    assert "rank 0 receives 6 MiB, rank 2 receives 6 MiB" in text  # 2 groups each, from 3 others
+    assert "rank 0 receives 12 MiB, from" in servers_text(copies(ParameterServer()))["servers"]
+    assert servers_text(copies(DDP())) == servers_text(copies(DataParallelMaster())) == {}
+
+
+@pytest.mark.parametrize(
+    ("store", "reduce", "busiest", "mib"),
+    [
+        (ParameterServer(), "float32", 3, 4.0),  # each sends all of its gradients, or all parameters
+        (ParameterServer(), "bfloat16", 0, 4.0),  # a worker sends half of that
+        (ParameterServer(servers=4), "bfloat16", 3, 0.75 * 2 + 1),
+        (DDP(), "float32", 3, 6.0),
+    ],
+)
+def test_bytes_are_those_of_the_rank_that_sends_most(store: Strategy, reduce: str, busiest: int, mib: float):
+    plan = copies(store, PrecisionConfig(reduce=reduce))
+    assert sent_nbytes_by_role(plan)[FIRST_ROLE] / 2**20 == pytest.approx(mib, abs=1e-3)
+    assert all_send_alike(plan) is (reduce == "float32" or store == ParameterServer(servers=4))
+    assert busiest_rank(plan)[0] in (busiest, *(range(4) if all_send_alike(plan) else ()))

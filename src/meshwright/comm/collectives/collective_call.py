@@ -15,18 +15,13 @@ import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
-from meshwright.comm.collectives.comm_volume import sent_nbytes
+from meshwright.comm.collectives.comm_volume import ONE_RECEIVER, sends_bytes, sent_nbytes
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, SITE_AXES, Mesh, in_mesh_order
 
-# which ranks send: the one rank alone, or all but it
-ONE_SENDER, ONE_RECEIVER = (
-    ("broadcast", "scatter"),
-    ("gather", "reduce"),
-)
 POINT_TO_POINT = ("send", "recv")
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 EXCHANGE = "exchange"
@@ -138,7 +133,9 @@ def announce_exchange(
             group.axes,
             each.num_ranks or group.size,
             each.nbytes,
-            sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size),
+            sent_nbytes(each.collective, each.nbytes, each.num_ranks or group.size)
+            if sends_bytes(each.collective, is_root=each.root == group.index)
+            else 0.0,
             dtype=each.dtype,
         )
         for each in messages
@@ -263,7 +260,7 @@ def _announcement(
             if size > 1
             else 0.0
         )
-    elif collective not in (*ONE_SENDER, *ONE_RECEIVER) or (source == index) == (collective in ONE_SENDER):
+    elif sends_bytes(collective, is_root=source == index):
         sent = sent_nbytes(collective, nbytes, size)
     return call, LedgerEntry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
 

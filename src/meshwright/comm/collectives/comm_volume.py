@@ -8,6 +8,11 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Transfer
 
+# which ranks send: the one rank alone, or all but it
+ONE_SENDER, ONE_RECEIVER = (
+    ("broadcast", "scatter"),
+    ("gather", "reduce"),
+)
 DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 
 
@@ -32,14 +37,21 @@ def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
             return 0.0
 
 
-def min_max_sent_nbytes(transfer: Transfer, mesh: Mesh) -> tuple[float, float]:
+def sends_bytes(collective: str, *, is_root: bool) -> bool:
+    """Returns whether the root of a collective, or another rank, sends anything."""
+    return collective not in (*ONE_SENDER, *ONE_RECEIVER) or is_root == (collective in ONE_SENDER)
+
+
+def min_max_sent_nbytes(transfer: Transfer, mesh: Mesh, rank: int | None = None) -> tuple[float, float]:
     """Returns the fewest and the most bytes that leave a rank of `mesh` in the messages of `transfer`.
 
-    If one rank sends, or all but one do, it is what each of those sends.
+    If one rank sends, or all but one do, it is what each of those sends; with `rank`, 0 if that one does not.
     """
     least, most = 0.0, 0.0
     for message in transfer.messages:
         size = message.num_ranks(mesh)
+        if rank is not None and not sends_bytes(message.collective, is_root=_is_root(message, mesh, rank)):
+            continue
         if message.algorithm == BACKEND:
             nbytes = sent_nbytes(message.collective, message.nbytes, size)
             least, most = least + nbytes, most + nbytes
@@ -48,3 +60,7 @@ def min_max_sent_nbytes(transfer: Transfer, mesh: Mesh) -> tuple[float, float]:
             bounds = min_max_sent(get_algorithm(message.algorithm), size, message.nbytes // width)
             least, most = least + bounds[0] * width, most + bounds[1] * width
     return least, most
+
+
+def _is_root(message: Transfer, mesh: Mesh, rank: int) -> bool:
+    return mesh.index(mesh.coordinate(rank), message.axes) == message.root

@@ -23,13 +23,15 @@ Rounds = Iterator[tuple[PeerTensors, PeerTensors]]  # by round: what this rank s
 class ExchangedMessage(NamedTuple):
     """A collective that rounds of sends and receives carry out, with the bytes of its input.
 
-    It runs among `num_ranks` ranks of the group; 0: all.
+    It runs among `num_ranks` ranks of the group; 0: all. `root` is the index of the one rank that a broadcast
+    or scatter begins at, or a gather or reduce ends at.
     """
 
     collective: str
     nbytes: int
     dtype: str
     num_ranks: int = 0
+    root: int = 0
 
 
 class Work(ABC):

@@ -22,7 +22,8 @@ from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.backends.comm_thread import CommThread
 from meshwright.comm.backends.fake import CompletedWork, copy_to_output
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.collective_call import ONE_RECEIVER, CollectiveCall, announce
+from meshwright.comm.collectives.collective_call import CollectiveCall, announce
+from meshwright.comm.collectives.comm_volume import ONE_RECEIVER
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import ExchangedMessage, Group, Rounds, Work
 from meshwright.comm.shared_memory.segment import DONE, MISMATCH, PENDING, SharedSegment

@@ -32,7 +32,7 @@ from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 class FlatParam:
     """Flat tensors of one parameter group.
 
-    `full_tensor` has spec.numel elements, the others spec.shard_numel. `shard_is_remote`: the shard rests in
+    `full_tensor` has spec.numel elements, the others `shard_numel`. `shard_is_remote`: the shard rests in
     another tier, and its range of the full tensor is filled before an all-gather; from the disk `read_shard`
     returns it, in memory that the next read overwrites.
     Without a `master` the optimizer steps the shard itself. `optimizer_params` are, by weight, views of the
@@ -64,7 +64,21 @@ class FlatParam:
     @property
     def shard_slice(self) -> slice:
         """The range of the shard in `full_tensor`."""
-        return slice(self.group.index * self.spec.shard_numel, (self.group.index + 1) * self.spec.shard_numel)
+        return slice(*self.spec.shard_range(self.group.index))
+
+    @property
+    def shard_numel(self) -> int:
+        """The elements of the shard, padding included."""
+        return self.spec.local_numel(self.group.index)
+
+    def gather(self, full_tensor: torch.Tensor, shard: torch.Tensor, *, action: str) -> None:
+        """Fills `full_tensor` with the `shard`s of all ranks, or that of the owner; all ranks call it."""
+        if self.spec.owner_index is None:
+            self.group.all_gather(full_tensor, shard, action=action).wait()
+            return
+        if shard.numel() and shard.data_ptr() != full_tensor.data_ptr():
+            full_tensor.copy_(shard)
+        self.group.broadcast(full_tensor, source=self.spec.owner_index, action=action).wait()
 
     @property
     def optimizer_tensor(self) -> torch.Tensor:

@@ -181,14 +181,16 @@ class FlatParamStore:
     def operand(self, action: Action) -> Operand:
         """Returns what an action on a parameter group moves.
 
-        Its shard into the full tensor (all-gather), its packed gradients into their shard (reduce-scatter),
-        or the shard of its gradients, over replicas.
+        Its shard into the full tensor (all-gather, or the broadcast of an owner), its packed gradients into
+        their shard (reduce-scatter, or the reduce to an owner), or the shard of its gradients, over replicas.
         """
         flat_param, transfer = self._by_name[action.tensors[0]], action.transfer
         match "" if transfer is None else transfer.collective:
             case "all_gather":
                 return Operand(flat_param.gather_input, flat_param.full_tensor)
-            case "reduce_scatter":
+            case "broadcast":
+                return Operand.in_place(flat_param.full_tensor)
+            case "reduce_scatter" | "reduce":
                 flat = self._packed_buffer(action)
                 direct = allocates_sum(action) and self._reduce_dtype == self._grad_dtype
                 return Operand(flat, self.gradient(flat_param) if direct else flat[flat_param.shard_slice])
@@ -263,7 +265,7 @@ class FlatParamStore:
         """
         for flat_param in self.by_param_group.values():
             if not flat_param.is_sharded or ROOT in flat_param.block_calls:
-                flat_param.group.all_gather(flat_param.full_tensor, flat_param.fetch(), action=action).wait()
+                flat_param.gather(flat_param.full_tensor, flat_param.fetch(), action=action)
 
     def unshard_block(self, block: str, action: str) -> None:
         """Gathers the parameters that a call of `block` uses, without the root's; all ranks call it."""
@@ -273,7 +275,7 @@ class FlatParamStore:
                 and ROOT not in flat_param.block_calls
                 and any(block_of(block_call) == block for block_call in flat_param.block_calls)
             ):
-                flat_param.group.all_gather(flat_param.full_tensor, flat_param.fetch(), action=action).wait()
+                flat_param.gather(flat_param.full_tensor, flat_param.fetch(), action=action)
 
     def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields every logical parameter with its present value, one group at a time; all ranks call it.
@@ -307,7 +309,7 @@ class FlatParamStore:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         shard = shard.to(flat_param.full_tensor.device)  # masters may rest on the host
         full_tensor = shard.new_empty(flat_param.spec.numel)
-        flat_param.group.all_gather(full_tensor, shard, action=action).wait()
+        flat_param.gather(full_tensor, shard, action=action)
         for name, numel, start in flat_param.spec.params:
             yield (
                 name,
@@ -334,10 +336,11 @@ class FlatParamStore:
         dtype = self._state.trained_module.parameters[first].dtype
         flat_param = self._make_flat_param(spec, self.buffer(buffer, nbytes, dtype)[: spec.numel])
         if tier == "disk" and disk is not None:
-            flat_param.shard = disk.shard(first, spec.shard_numel, dtype)
+            flat_param.shard = disk.shard(first, flat_param.shard_numel, dtype)
             flat_param.read_shard = partial(disk.read_shard, first, flat_param.shard)
         else:
-            flat_param.shard = self._empty(spec.shard_numel, dtype, is_on_host=tier == "host").zero_()
+            shard = self._empty(flat_param.shard_numel, dtype, is_on_host=tier == "host")
+            flat_param.shard = shard.zero_()
         flat_param.is_sharded, flat_param.shard_is_remote = True, tier != "device"
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
@@ -370,7 +373,7 @@ class FlatParamStore:
 
     def _add_master(self, flat_param: FlatParam) -> FlatParam:
         first = flat_param.spec.params[0][0]
-        rounds, numel = self._master_dtype != self._dtype, flat_param.spec.shard_numel
+        rounds, numel = self._master_dtype != self._dtype, flat_param.shard_numel
         copies = self._tiers.host_steps_copy(is_stored_sharded=flat_param.is_sharded)
         if (
             (rounds or copies)
@@ -403,7 +406,7 @@ class FlatParamStore:
         """Returns the summed gradient of `flat_param`, which its first use makes."""
         gradient = flat_param.gradient
         if gradient is None:
-            numel, is_on_host = flat_param.spec.shard_numel, self._tiers.gradients == "host"
+            numel, is_on_host = flat_param.shard_numel, self._tiers.gradients == "host"
             gradient = self._empty(numel, self._grad_dtype, is_on_host=is_on_host)
             self._set_gradient(flat_param, gradient)
         return gradient

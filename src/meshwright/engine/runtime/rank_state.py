@@ -319,8 +319,8 @@ class RankState:
         """Returns the tensors that the collective of `action` reads and writes.
 
         What a strategy has lent; else the shard and the full tensor of a flat parameter, its packed gradients
-        and their shard, a bucket, one parameter's gradient, or the range of a bucket in which the gradients
-        of `action.tensors` lie.
+        and their shard (everything, at an owner), a bucket, one parameter's gradient, or the range of a
+        bucket in which the gradients of `action.tensors` lie.
         """
         if action.name in self._lent:
             return self._lent[action.name][0]
@@ -362,9 +362,9 @@ class RankState:
         group, output = self.world.group(transfer.axes, transfer.member_indices), operand.output
         match transfer.collective:
             case "broadcast":
-                work = group.broadcast(output, action=action.name)
+                work = group.broadcast(output, source=transfer.root, action=action.name)
             case "reduce":
-                work = group.reduce(output, action=action.name)
+                work = group.reduce(output, target=transfer.root, action=action.name)
             case "all_gather":
                 work = group.all_gather(output, operand.input, action=action.name)
             case "reduce_scatter":
@@ -377,7 +377,9 @@ class RankState:
         """Starts `rounds` in `group`: the messages that carry the transfer of `action`."""
         carried = () if action.transfer is None else action.transfer.messages
         messages = [
-            ExchangedMessage(each.collective, each.nbytes, each.dtype, each.num_ranks(self.plan.mesh))
+            ExchangedMessage(
+                each.collective, each.nbytes, each.dtype, each.num_ranks(self.plan.mesh), each.root
+            )
             for each in carried
         ]
         self.issue(action, group.exchange(rounds, messages, action=action.name))

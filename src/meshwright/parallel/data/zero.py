@@ -39,7 +39,7 @@ Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zha
 FSDP", arXiv 2304.11277 (sections 3.2 hybrid, 3.3 overlap).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -58,8 +58,16 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, I, S
 from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
-from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buffers, unshard_windows
+from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
+from meshwright.plan.step.unshard_windows import (
+    JoinScope,
+    ParamUse,
+    assign_buffers,
+    flat_groups,
+    gather_before_forward,
+    unshard_windows,
+    wait_for_gather,
+)
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 STAGE_FIX = "write 1 (optimizer states), 2 (also gradients) or 3 (also weights); to shard nothing, use ddp"
@@ -222,46 +230,16 @@ class ZeRO(Strategy):
         )
 
     def _insert_step_gathers(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
-        param_groups, flat_param_specs = (
-            sorted(_flat_groups(view.param_groups), key=lambda group: min(_call_indices(group, view))),
-            view.flat_param_specs,
-        )
+        specs = view.flat_param_specs
         gathers = {
-            param_group.name: self._unshard_action(
-                param_group, flat_param_specs[param_group.name], job, "", None
-            )
-            for param_group in param_groups
+            group.name: self._unshard_action(group, specs[group.name], job, "", None)
+            for group in flat_groups(view.param_groups)
         }
-        first = next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS)
-        waiting = [
-            self._with_gather_waits(action, param_groups, {b: g.name for b, g in gathers.items()})
-            for action in actions[first:]
-        ]
-        ready = [
-            _wait_action(gathers[param_group.name])
-            for param_group in param_groups
-            if ROOT in param_group.block_calls
-        ]
-        return [*actions[:first], *gathers.values(), *ready, *waiting]
-
-    @staticmethod
-    def _with_gather_waits(
-        action: Action, param_groups: Sequence[ParamGroup], names: Mapping[str, str]
-    ) -> Action:
-        if action.kind not in PARAM_USE_KINDS:
-            return action
-        return with_waits(
-            action,
-            [
-                names[param_group.name]
-                for param_group in param_groups
-                if action.subject in param_group.block_calls
-            ],
-        )
+        return gather_before_forward(actions, view.param_groups, gathers, view.model_spec.block_calls)
 
     def _insert_unshard_windows(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         param_groups, flat_param_specs = (
-            {param_group.name: param_group for param_group in _flat_groups(view.all_param_groups)},
+            {param_group.name: param_group for param_group in flat_groups(view.all_param_groups)},
             view.flat_param_specs,
         )
         widths = {
@@ -307,7 +285,7 @@ class ZeRO(Strategy):
                 fetch = with_waits(replace(fetch, allocations=()), (copy.name,))
             before.setdefault(at[window.fetch_use], []).append(fetch)
             if ROOT in param_group.block_calls:
-                before[at[window.fetch_use]].append(_wait_action(fetch))
+                before[at[window.fetch_use]].append(wait_for_gather(fetch))
             behind.setdefault(at[window.last_use], []).append(release)
             for use in range(window.first_use, window.last_use + 1):
                 if window.param_group in uses[use].param_groups:
@@ -332,10 +310,6 @@ def _with_insertions(
     return edited + owed
 
 
-def _flat_groups(param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    return [group for group in param_groups if group.param_shardings[0].flat_shard_axes]
-
-
 def _needed_groups(action: Action, param_groups: Sequence[ParamGroup]) -> tuple[str, ...]:
     by_loss = set(action.tensors) if action.kind == "LOSS" else set()
     return tuple(
@@ -343,11 +317,6 @@ def _needed_groups(action: Action, param_groups: Sequence[ParamGroup]) -> tuple[
         for each in param_groups
         if {action.subject, ROOT} & set(each.block_calls) or by_loss & set(each.names)
     )
-
-
-def _call_indices(param_group: ParamGroup, view: RankView) -> list[int]:
-    order = view.model_spec.block_calls
-    return [-1 if block_call == ROOT else order.index(block_call) for block_call in param_group.block_calls]
 
 
 def _gather_suffix(use: Action, param_group: ParamGroup) -> str:
@@ -364,10 +333,6 @@ def _fetch_shard(unshard: Action) -> Action:
         stream="copy_in",
         transfer=Transfer(COPY, (), nbytes, dtype=dtype),
     )
-
-
-def _wait_action(fetch: Action) -> Action:
-    return Action("WAIT", fetch.subject, fetch.microbatch, waits=(fetch.name,), tensors=fetch.tensors)
 
 
 def _trainable(sharding: ShardingPlan) -> list[ParamSharding]:

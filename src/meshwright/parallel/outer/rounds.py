@@ -293,7 +293,7 @@ class RoundStrategy(Strategy):
     ) -> Action:
         dtype = averaged_dtype(job)
         flat = view.flat_param_specs.get(group.name)
-        numel = group.numel if flat is None else flat.shard_numel
+        numel = group.numel if flat is None else view.shard_numel(flat)
         nbytes = (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[dtype]
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
         pack, total, _ = self._kinds

@@ -13,6 +13,10 @@ ranks hold padding. The optimizer's shard alignment says how finely a parameter 
 
 Coarser alignments pad more; `numel` is what is stored and sent, padding included.
 
+Where one rank steps whole groups (`owner_index`), its shard is everything, and those of all others are empty:
+
+    shards    |                        rank 1                          |     ranks 0, 2: no elements
+
 On an accelerator each parameter and each shard begins at a multiple of `align_numel` elements too, which are
 128 bytes (`align_bytes` of the plan): one bias of 10 elements would else misalign all parameters behind it,
 and kernels and NCCL could not load them by 16 bytes at once.
@@ -58,7 +62,7 @@ class ParamShard:
 @dataclass(frozen=True)
 class FlatParamSpec:
     """The layout of the flat parameter of group `name`: (parameter, elements, offset) each, in `num_ranks`
-    shards.
+    shards of `shard_numel` elements; with `owner_index`, in one shard of that many on the rank at this index.
     """
 
     name: str
@@ -66,6 +70,7 @@ class FlatParamSpec:
     num_ranks: int
     shard_numel: int
     params: tuple[tuple[str, int, int], ...]
+    owner_index: int | None = None
 
     @classmethod
     def build(
@@ -77,14 +82,15 @@ class FlatParamSpec:
         shard_alignment: ShardAlignment = "element",
         full_numel: Mapping[str, int] | None = None,
         align_numel: int = 1,
+        owner_index: int | None = None,
     ) -> "FlatParamSpec":
         """Lays out `params` in order; with alignment "matrix", the largest first, each on the rank with the
-        least.
+        least. With `owner_index`, all lie on that rank.
 
         `full_numel` gives the elements of the full parameters if `params` are slices: all slices of a
         parameter go to the same index. Parameters and shards begin at multiples of `align_numel` elements.
         """
-        if shard_alignment == "matrix":
+        if shard_alignment == "matrix" and owner_index is None:
             full_numel = full_numel or {param.name: param.numel for param in params}
             return cls(name, axes, num_ranks, *_assign_owners(params, num_ranks, full_numel, align_numel))
         step = lcm(QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1, align_numel)
@@ -93,12 +99,25 @@ class FlatParamSpec:
             offset = round_up(offset, step)
             entries.append((param.name, param.numel, offset))
             offset += param.numel
-        return cls(name, axes, num_ranks, round_up(-(-offset // num_ranks), step), tuple(entries))
+        num_shards = num_ranks if owner_index is None else 1
+        shard_numel = round_up(-(-offset // num_shards), step)
+        return cls(name, axes, num_ranks, shard_numel, tuple(entries), owner_index)
 
     @property
     def numel(self) -> int:
         """All elements, padding included."""
-        return self.num_ranks * self.shard_numel
+        return self.shard_numel * (self.num_ranks if self.owner_index is None else 1)
+
+    def shard_range(self, index: int) -> tuple[int, int]:
+        """Returns the first element of the shard of rank `index`, and the one behind its last."""
+        if self.owner_index is None:
+            return index * self.shard_numel, (index + 1) * self.shard_numel
+        return 0, self.shard_numel if index == self.owner_index else 0
+
+    def local_numel(self, index: int) -> int:
+        """Returns the elements of the shard of rank `index`, padding included."""
+        begin, end = self.shard_range(index)
+        return end - begin
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -113,7 +132,7 @@ class FlatParamSpec:
         """Returns the parameter shards of rank `index`, in order; parameters without elements there are left
         out.
         """
-        shard_begin, shard_end = index * self.shard_numel, (index + 1) * self.shard_numel
+        shard_begin, shard_end = self.shard_range(index)
         found = []
         for name, numel, offset in self.params:
             begin, end = max(offset, shard_begin), min(offset + numel, shard_end)

@@ -18,6 +18,8 @@ from meshwright.plan.sharding.tensor_placements import (
     redistribution_name,
 )
 
+SCATTER = redistribution_name(P, S(FLAT))  # of a gradient to the shards that are stepped
+
 
 @dataclass(frozen=True)
 class ParamSharding:
@@ -26,7 +28,8 @@ class ParamSharding:
     `layout` is its placement while a block uses it, `storage_layout` between uses, `grad_layout` the
     placement in which the optimizer takes its gradient. `shard_alignment` is how finely the optimizer lets it
     be cut. If it `is_compressed`, its gradient is summed as codes; if it `is_gathered_as_codes`, ranks gather
-    it so (parallel/compression).
+    it so (parallel/compression). With `owner_index`, S(flat) is not cut: the rank at that index along
+    `flat_shard_axes` has all elements, and the others have none (parallel/server).
     """
 
     param: ParamSpec
@@ -36,6 +39,7 @@ class ParamSharding:
     shard_alignment: ShardAlignment = "element"
     is_compressed: bool = False
     is_gathered_as_codes: bool = False
+    owner_index: int | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -72,7 +76,9 @@ class ParamSharding:
         return replace(self, layout=layout, grad_layout=grad, storage_layout=stored)
 
     def grad_reductions(self) -> dict[str, str]:
-        """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one."""
+        """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one;
+        to an owner, it is a reduce.
+        """
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
             axis: redistribution_name(
@@ -81,6 +87,8 @@ class ParamSharding:
             for axis in AXES
             if axis in axes
         }
+        if self.owner_index is not None:
+            names = {axis: "reduce" if name == SCATTER else name for axis, name in names.items()}
         return {axis: name for axis, name in names.items() if name != "keep"}
 
     @property

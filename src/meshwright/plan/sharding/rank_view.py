@@ -86,6 +86,10 @@ class RankView:
         """The flat parameters by the name of their group, trainable or frozen."""
         return self.plan.build_flat_params(self.all_param_groups)
 
+    def shard_numel(self, flat_param: FlatParamSpec) -> int:
+        """Returns the elements of this rank's shard of `flat_param`, padding included."""
+        return flat_param.local_numel(self.plan.mesh.index(self.coordinate, flat_param.axes))
+
     @cached_property
     def shard_alignments(self) -> Mapping[str, ShardAlignment]:
         """The shard alignment that the optimizer needs by sharded or sliced parameter, by name."""

@@ -266,6 +266,11 @@ class ShardingPlan:
         return axes_with("layers") if self.block_calls_by_pp_rank else ()
 
     @cached_property
+    def has_owners(self) -> bool:
+        """Whether single ranks step whole parameters, so that ranks of one role differ in what they keep."""
+        return any(each.owner_index is not None for each in self.param_shardings)
+
+    @cached_property
     def compressed_params(self) -> frozenset[str]:
         """The parameters whose gradients are summed as codes."""
         return frozenset(each.param.name for each in self.param_shardings if each.is_compressed)
@@ -300,7 +305,7 @@ class ShardingPlan:
                 tuple(reductions.items()),
                 each.flat_shard_axes,
                 each.is_stored_sharded,
-                (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
+                (each.shard_alignment, each.owner_axes, each.owner_index) if each.flat_shard_axes else (),
                 # copies must have equal codes, so that they lie among copies
                 (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_coded else ()),
             )
@@ -321,9 +326,16 @@ class ShardingPlan:
         for group in param_groups:
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
-                ranks, alignment = self.mesh.group_size(axes), group.param_shardings[0].shard_alignment
+                ranks, first = self.mesh.group_size(axes), group.param_shardings[0]
                 found[group.name] = FlatParamSpec.build(
-                    group.name, group.params, axes, ranks, alignment, full_numels, self.align_numel
+                    group.name,
+                    group.params,
+                    axes,
+                    ranks,
+                    first.shard_alignment,
+                    full_numels,
+                    self.align_numel,
+                    first.owner_index,
                 )
         return found
 

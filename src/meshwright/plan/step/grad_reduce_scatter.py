@@ -7,7 +7,8 @@ S(flat).
     every microbatch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
 
     PACK         copies gradients to their offsets in one contiguous buffer, and frees them
-    REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
+    REDUCE       reduce-scatter over the ranks, or a reduce to the rank that owns the group; then, along
+                 `replicate_axis`, an all-reduce of the shards
     ACCUMULATE   adds a shard to the sum of earlier microbatches, or casts it to the dtype of gradients
                  (where gradients rest on the host: copies the shard out of the buffer, and does it there)
     LOCAL_NORM   reads the sums: it waits for all of them
@@ -30,6 +31,14 @@ from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_
 from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 
 NUM_BUFFERS = 2
+
+
+def ordered_reduce(transfer: Transfer, root: int) -> Transfer:
+    """Returns the reduce to the rank at index `root` of what `transfer` reduces: all ranks send theirs, and
+    it adds them in their order, so that no bit depends on which rank it is.
+    """
+    gather = replace(transfer, collective="gather", root=root)
+    return replace(gather, collective="reduce", carried_by=(gather,))
 
 
 @dataclass
@@ -59,6 +68,7 @@ class GradReduceScatter:
     ) -> None:
         self.replicate_axis, self.every_microbatch = replicate_axis, every_microbatch
         self.flat_param_specs = view.flat_param_specs
+        self._shard_numels = {name: view.shard_numel(spec) for name, spec in self.flat_param_specs.items()}
         self.param_groups = [group for group in view.param_groups if group.name in self.flat_param_specs]
         self._full_grads = {grad_name(group) for group in self.param_groups}
         self.block_calls = view.model_spec.block_calls
@@ -96,8 +106,10 @@ class GradReduceScatter:
         return not self.every_microbatch and self.reduce_dtype == self.grad_dtype == self.param_dtype
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
-        axes = self.flat_param_specs[param_group.name].axes
-        transfer = Transfer("reduce_scatter", axes, self._nbytes(param_group), dtype=self.reduce_dtype)
+        spec, nbytes = self.flat_param_specs[param_group.name], self._nbytes(param_group)
+        transfer = Transfer("reduce_scatter", spec.axes, nbytes, dtype=self.reduce_dtype)
+        if spec.owner_index is not None:
+            transfer = ordered_reduce(transfer, spec.owner_index)
         return Action(
             "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )
@@ -130,7 +142,7 @@ class GradReduceScatter:
         return edited
 
     def _replica_reduction(self, shard_ready: Action) -> list[Action]:
-        nbytes = self.flat_param_specs[shard_ready.subject].shard_numel * FLOAT_NBYTES[self.grad_dtype]
+        nbytes = self._shard_numels[shard_ready.subject] * FLOAT_NBYTES[self.grad_dtype]
         transfer = Transfer("all_reduce", (self.replicate_axis,), nbytes, dtype=self.grad_dtype)
         name = f"{shard_ready.subject}, replicas"
         wait = Action("WAIT", name, waits=(shard_ready.name,), tensors=shard_ready.tensors)
@@ -208,7 +220,7 @@ class GradReduceScatter:
         first, casts = param_group.name not in summed, self.reduce_dtype != self.grad_dtype
         shard = Allocation(
             sum_name(param_group),
-            self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype],
+            self._shard_numels[param_group.name] * FLOAT_NBYTES[self.grad_dtype],
             tier="host" if self.to_host else "device",
         )
         accumulate = None
@@ -244,18 +256,18 @@ class GradReduceScatter:
         """Returns the copy of a reduced shard to the host, into `shard`; what is not the sum itself is copied
         into a staging buffer there, and added.
         """
-        width, specs = FLOAT_NBYTES[self.reduce_dtype], self.flat_param_specs.values()
+        width = FLOAT_NBYTES[self.reduce_dtype]
         allocations, frees = (), ()
         if shard is None or self.reduce_dtype != self.grad_dtype:
             name = f"staging of {buffer.allocation.name}"
-            largest = max(each.shard_numel for each in specs) * width
+            largest = max(self._shard_numels.values()) * width
             allocations, frees = (
                 (Allocation(name, largest, tier="host"),),
                 (buffer.staging,) * bool(buffer.staging),
             )
             buffer.staging = name
             self._staging_names = tuple(dict.fromkeys((*self._staging_names, name)))
-        nbytes = self.flat_param_specs[param_group.name].shard_numel * width
+        nbytes = self._shard_numels[param_group.name] * width
         return Action(
             "ACCUMULATE",
             param_group.name,

@@ -98,7 +98,8 @@ def _measure_before_reductions(actions: list[Action], axes: tuple[str, ...]) -> 
             and action.transfer.collective in REDUCTIONS
             and set(axes) & set(action.transfer.axes)
         )
-        scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
+        # to shards, or to the rank that owns them
+        scatters = action.transfer is not None and action.transfer.collective in ("reduce_scatter", "reduce")
         if action.tensors and reduces and (scatters or action.tensors not in scattered):
             i = _index_of_pack(edited, action) if scatters else len(edited)
             waits = action.waits if i == len(edited) else edited[i].waits

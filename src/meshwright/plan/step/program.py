@@ -86,12 +86,13 @@ class Transfer:
     Static checks read the meaning. The ledger, the bytes sent and the price are those of `messages`. In the
     first steps, before step `carried_from`, the transfer is carried by itself.
 
-    `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
-    receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
-    each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
-    `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A transfer `in_glue`
-    is not repeated when a block is recomputed. If the data decides the size, `runtime_size` says how, and
-    `nbytes` is what is expected.
+    `position` orders the transfers within one action. `root` is the index along the axes of the one rank at
+    which a broadcast or scatter begins, or a reduce or gather ends. `peer` is, for a send, the index along
+    the axis of the receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the
+    same data, so each sends a chunk of it. Only the ranks at `member_indices` along the axes take part
+    (empty: all). With `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A
+    transfer `in_glue` is not repeated when a block is recomputed. If the data decides the size,
+    `runtime_size` says how, and `nbytes` is what is expected.
     """
 
     collective: str
@@ -109,6 +110,7 @@ class Transfer:
     carried_by: tuple["Transfer", ...] = ()
     carried_from: int = 0
     runtime_size: RuntimeSize | None = None
+    root: int = 0
 
     def __post_init__(self) -> None:
         _check_expected(self.nbytes, self.runtime_size)

@@ -95,6 +95,7 @@ def _transfer_to_list(transfer: Transfer) -> list[Any]:
         [_transfer_to_list(carrier) for carrier in transfer.carried_by],
         _size_fields(transfer.runtime_size),
         transfer.carried_from or None,  # a peer may be 0, so that only None is left out
+        transfer.root or None,
     ]
     while fields[-1] in (None, []):
         fields.pop()
@@ -116,6 +117,7 @@ def _transfer_from_list(
     carried_by: Sequence[Any] = (),
     runtime_size: Sequence[Any] = (),
     carried_from: int | None = None,
+    root: int | None = None,
 ) -> Transfer:
     return Transfer(
         collective,
@@ -128,6 +130,7 @@ def _transfer_from_list(
         carried_by=tuple(_transfer_from_list(*carrier) for carrier in carried_by),
         carried_from=carried_from or 0,
         runtime_size=RuntimeSize(*runtime_size) if runtime_size else None,
+        root=root or 0,
     )
 
 

@@ -130,7 +130,7 @@ def _wait_action(actions: Sequence[Action], param_group: ParamGroup, view: RankV
 def _reduce_tied(param_group: ParamGroup, waits: Action, view: RankView, job: Job) -> Action:
     flat_param, precision = view.flat_param_specs.get(param_group.name), job.precision.effective
     dtype = precision.reduce if flat_param is None else precision.gradients
-    numel = view.plan.packed_numel(param_group.params) if flat_param is None else flat_param.shard_numel
+    numel = view.plan.packed_numel(param_group.params) if flat_param is None else view.shard_numel(flat_param)
     member_indices = param_group.pp_ranks if len(param_group.pp_ranks) < view.plan.mesh.pp else ()
     transfer = Transfer(
         "all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=member_indices

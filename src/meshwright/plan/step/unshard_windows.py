@@ -12,12 +12,20 @@ if so planned (`scope`), and else as far as a budget of bytes allows, the shorte
 Memory is a fixed number of buffers: each group has one buffer, and two groups with overlapping windows never
 share one. Addresses therefore do not change between steps, and views saved by autograd are valid again after
 the gather.
+
+Parameters that stay unsharded on every rank, and are stepped on some, are gathered once, at the begin of the
+next step (`gather_before_forward`): each block waits for its own, so that later ones travel while it runs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
+
+from meshwright.plan.model_spec.model_spec import ROOT
+from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.step.program import Action, with_waits
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
 
 JoinScope = Literal["use", "microbatch", "step"]
 
@@ -126,3 +134,40 @@ def assign_buffers(
         occupied[free] |= used_at[group]
         number[group] = free
     return number, tuple(sizes)
+
+
+def flat_groups(param_groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+    """Returns those of `param_groups` that lie in flat parameters."""
+    return [group for group in param_groups if group.param_shardings[0].flat_shard_axes]
+
+
+def gather_before_forward(
+    actions: Sequence[Action],
+    param_groups: Iterable[ParamGroup],
+    gathers: Mapping[str, Action],
+    block_calls: Sequence[str],
+) -> list[Action]:
+    """Returns `actions` with `gathers`, by the name of their group, before the first forward, in the order of
+    their first use; what uses a group waits for its gather, and glue for those of the root.
+    """
+
+    def first_use(group: ParamGroup) -> int:
+        return min(-1 if call == ROOT else block_calls.index(call) for call in group.block_calls)
+
+    ordered = sorted((each for each in param_groups if each.name in gathers), key=first_use)
+    first = next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS)
+
+    def waiting(action: Action) -> Action:
+        if action.kind not in PARAM_USE_KINDS:
+            return action
+        used = (group for group in ordered if action.subject in group.block_calls)
+        return with_waits(action, [gathers[group.name].name for group in used])
+
+    ready = [wait_for_gather(gathers[group.name]) for group in ordered if ROOT in group.block_calls]
+    started = [gathers[group.name] for group in ordered]
+    return [*actions[:first], *started, *ready, *map(waiting, actions[first:])]
+
+
+def wait_for_gather(gather: Action) -> Action:
+    """Returns the wait of glue, which may use the parameters of `gather` at any time."""
+    return Action("WAIT", gather.subject, gather.microbatch, waits=(gather.name,), tensors=gather.tensors)

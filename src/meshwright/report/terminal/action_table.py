@@ -4,13 +4,12 @@ Forwards, or backwards, of neighbouring blocks are one row, and equal microbatch
 (fold_repeated_lines.py). Waits for another stream, bytes sent and memory are named in the row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
@@ -30,6 +29,7 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
     expected_text,
     rounds_text,
     sent_table,
+    servers_text,
     states_table,
     states_text,
 )
@@ -57,7 +57,7 @@ KIND_TEXTS = {
     "UNPACK": "copy gradients out of the buffer",
     "LOSS_SUM": "loss of the whole step",
     "REDUCE_SQNORM": "sum squared norms over ranks",
-    "UNSHARD": "all-gather parameters",
+    "UNSHARD": "gather parameters",
     "RESHARD": "free unsharded parameters",
     "WAIT": "wait for pending gradients and reductions",
     "SEND": "send boundary activations",
@@ -155,6 +155,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **batch_sums_text(plan),
         **staleness_text(plan),
         **rounds_text(plan),
+        **servers_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),
         "sent per rank and step": _sent_text(plan) + expected_text(plan),
@@ -164,24 +165,29 @@ def plan_summary(plan: Plan) -> dict[str, str]:
 
 def _sent_text(plan: Plan) -> str:
     """The bytes that each rank sends in a step; if ranks differ, the busiest and another."""
-    least_nbytes, most_nbytes, apart = 0.0, 0.0, False
     rank, actions = busiest_rank(plan)
-    transfers = [transfer for action in actions for transfer in action.transfers]
-    for move in (message for transfer in transfers for message in transfer.messages):
-        least, most = min_max_sent_nbytes(move, plan.mesh)
-        least_nbytes += 0 if move.collective in ONE_SENDER else least
-        most_nbytes += 0 if move.collective in ONE_RECEIVER else most
-        apart = apart or least != most
+    moves = [each for action in actions for transfer in action.transfers for each in transfer.messages]
+    ranks = plan.role_of(rank).ranks
+    sent = {each: _least_and_most(plan, moves, each) for each in (ranks[0], ranks[-1])}
+    most_nbytes, least_nbytes = sent[rank][1], min(least for least, _ in sent.values())
     if format_nbytes(least_nbytes) == format_nbytes(most_nbytes):
         return format_nbytes(most_nbytes) + (
             f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
         )
-    if apart:
+    if any(least != most for least, most in sent.values()):
         return (
             f"{format_nbytes(most_nbytes)} by the busiest rank, {format_nbytes(least_nbytes)} by the one "
             f"that sends least"
         )
-    return f"{format_nbytes(most_nbytes)} by rank 0, {format_nbytes(least_nbytes)} by each other rank"
+    first, last = (format_nbytes(sent[each][1]) for each in (ranks[0], ranks[-1]))
+    others = f"rank {ranks[-1]}" if any(each.root for each in moves) else "each other rank"
+    return f"{first} by rank {ranks[0]}, {last} by {others}"
+
+
+def _least_and_most(plan: Plan, moves: Sequence[Transfer], rank: int) -> tuple[float, float]:
+    """The fewest and the most bytes that `rank` sends in the messages `moves`."""
+    bounds = [min_max_sent_nbytes(each, plan.mesh, rank) for each in moves]
+    return sum(least for least, _ in bounds), sum(most for _, most in bounds)
 
 
 def _pretrained_text(plan: Plan) -> dict[str, str]:

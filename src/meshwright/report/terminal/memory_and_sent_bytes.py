@@ -5,7 +5,7 @@ With several roles, the table has the first rank of each; of many roles, the fir
 with the largest peak. Bytes sent are those of the busiest rank.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
-from meshwright.plan.step.program import Action, Period, Transfer
+from meshwright.plan.step.program import Action, Period, Role, Transfer
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
     peak_nbytes,
@@ -125,22 +125,37 @@ def at_most_text(plan: Plan) -> str:
 
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
-    """Returns the first rank of the role that sends most in a step, and its actions."""
-    totals = sent_nbytes_by_role(plan)
-    role = max(plan.program.roles, key=lambda role: totals[role.name])
-    return role.ranks[0], role.actions
+    """Returns the rank that sends most in a step, and its actions.
+
+    The ranks of a role differ if one sends to the others, or they to it: the first and the last are compared.
+    """
+    _, rank, role = max(
+        ((_sent_nbytes(plan, role, rank), rank, role) for role in plan.program.roles for rank in _ends(role)),
+        key=lambda found: found[0],
+    )
+    return rank, role.actions
 
 
 def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
     """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
     return {
-        role.name: sum(
-            min_max_sent_nbytes(move, plan.mesh)[1]
-            for action in role.actions
-            for move in action.sent_transfers
-        )
-        for role in plan.program.roles
+        role.name: max(_sent_nbytes(plan, role, rank) for rank in _ends(role)) for role in plan.program.roles
     }
+
+
+def all_send_alike(plan: Plan) -> bool:
+    """Returns whether all ranks have one list of actions, and send as much as each other in a step."""
+    roles = plan.program.roles
+    return len(roles) == 1 and len({_sent_nbytes(plan, roles[0], rank) for rank in _ends(roles[0])}) == 1
+
+
+def _sent_nbytes(plan: Plan, role: Role, rank: int) -> float:
+    moves = (move for action in role.actions for move in action.sent_transfers)
+    return sum(min_max_sent_nbytes(move, plan.mesh, rank)[1] for move in moves)
+
+
+def _ends(role: Role) -> dict[int, None]:
+    return dict.fromkeys((role.ranks[0], role.ranks[-1]))
 
 
 def expected_text(plan: Plan) -> str:
@@ -158,6 +173,29 @@ def expected_text(plan: Plan) -> str:
     if not sizes:
         return ""
     return f" expected, at most {format_nbytes(more)} more: the choice of experts decides"
+
+
+def servers_text(plan: Plan) -> dict[str, str]:
+    """Returns a row that says what each rank of the first role that steps for others receives; {} if none
+    does.
+
+    Of the ranks with slices of the same parameters, the first ones are named.
+    """
+    role, arriving = plan.program.roles[0], Counter[int]()
+    for action in role.actions if plan.sharding.has_owners else ():
+        transfer = action.transfer
+        if transfer is not None and transfer.collective == "reduce":
+            sender_nbytes = transfer.nbytes * (transfer.num_ranks(plan.mesh) - 1)
+            arriving[plan.mesh.peers(role.ranks[0], transfer.axes)[transfer.root]] += sender_nbytes
+    if not arriving:
+        return {}
+    shown = [
+        f"rank {rank} receives {format_nbytes(nbytes)}"
+        for rank, nbytes in arriving.most_common(MAX_SHOWN_RANKS)
+    ]
+    more = ["..."] if len(arriving) > len(shown) else []
+    text = f"gradients per step: {', '.join([*shown, *more])}, from all ranks whose parameters it steps"
+    return {"servers": text}
 
 
 def rounds_text(plan: Plan) -> dict[str, str]:
@@ -246,7 +284,7 @@ def sent_table(plan: Plan) -> Table | None:
         for transfer in (each for each in action.transfers if each.messages):
             key = action.kind, _transfer_text(transfer)
             messages, nbytes = totals.get(key, (0, 0.0))
-            most = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            most = min_max_sent_nbytes(transfer, plan.mesh, rank)[1]
             totals[key] = messages + len(transfer.messages), nbytes + most
     if not totals:
         return None
@@ -255,7 +293,7 @@ def sent_table(plan: Plan) -> Table | None:
     return Table(
         ["kind", "transfer", Column("messages", "{:,}"), Column("sent per step", format_nbytes)],
         [*rows, total],
-        note=f"on rank {rank}, which sends most" if len(plan.program.roles) > 1 else "",
+        note="" if all_send_alike(plan) else f"on rank {rank}, which sends most",
         row_style=_total_in_bold,
     )
 

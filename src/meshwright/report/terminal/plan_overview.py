@@ -35,10 +35,12 @@ from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import DataSummary, data_text, data_warnings
 from meshwright.report.terminal.memory_and_sent_bytes import (
     OTHER_TIERS,
+    all_send_alike,
     at_most_text,
     busiest_rank,
     expected_text,
     fullest_rank,
+    servers_text,
 )
 from meshwright.report.terminal.prediction import (
     CATEGORY_TEXTS,
@@ -245,7 +247,7 @@ class PlanOverview:
         if not rows:
             return
         total, rank = sum(row[3] for row in rows), busiest_rank(self.plan)[0]
-        where = f"rank {rank}, which sends most" if len(self.plan.program.roles) > 1 else "each rank"
+        where = "each rank" if all_send_alike(self.plan) else f"rank {rank}, which sends most"
         yield Text(
             f"\nsent per step by {where}: {format_nbytes(total)}{expected_text(self.plan)}", style="bold"
         )
@@ -256,6 +258,7 @@ class PlanOverview:
                 for what, how, number, nbytes in rows
             ],
         )
+        yield from (Text(f"  {text}") for text in servers_text(self.plan).values())
 
     def _step_bars(self) -> Iterator[RenderableType]:
         if self.prediction is None:
@@ -322,12 +325,13 @@ def sent_by_collective(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     The most bytes come first.
     """
     totals: dict[tuple[str, str], tuple[int, float]] = {}
-    for action in busiest_rank(plan)[1]:
+    rank, actions = busiest_rank(plan)
+    for action in actions:
         for transfer in action.sent_transfers:
             axes = ", ".join(in_mesh_order(transfer.axes))
             key = SENT_TEXTS.get(action.kind, action.kind), f"{transfer.collective} over {axes}"
             messages, total = totals.get(key, (0, 0.0))
-            nbytes = min_max_sent_nbytes(transfer, plan.mesh)[1]
+            nbytes = min_max_sent_nbytes(transfer, plan.mesh, rank)[1]
             totals[key] = messages + len(transfer.messages), total + nbytes
     return dict(sorted(totals.items(), key=lambda each: -each[1][1]))
 

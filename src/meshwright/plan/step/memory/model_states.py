@@ -98,8 +98,9 @@ def group_states(job: Job, view: RankView) -> Iterator[GroupStates]:
             params = {param.name: param for param in group.params}
             shards = spec.param_shards(mesh.index(view.coordinate, spec.axes)) if is_stepped else ()
             stepped = [(params[each.name], each.numel) for each in shards if each.name not in owned_names]
-            kept_numel = spec.shard_numel if is_stored_sharded else spec.numel
-            master_numel = spec.shard_numel if is_stepped and not owned_names & set(params) else 0
+            shard_numel = view.shard_numel(spec)
+            kept_numel = shard_numel if is_stored_sharded else spec.numel
+            master_numel = shard_numel if is_stepped and not owned_names & set(params) else 0
         pairs = (*stepped, *owned_here)
         yield GroupStates(
             group.name,

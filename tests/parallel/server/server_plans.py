@@ -1,0 +1,100 @@
+"""Plans with servers, the tensors that their ranks end with, and how many bytes their ledgers count."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import meshwright as mw
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.job import OptimizerConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
+from meshwright.testing.ranks import run_on_threads
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
+
+ADAMW = OptimizerConfig("adamw", lr=0.01, weight_decay=0.1)
+DDP, ZERO_1 = mw.DDP(), mw.ZeRO("dp_replicate", stage=1)
+
+
+def server_plan(
+    storage: Strategy | int = 1,
+    ranks: int = 3,
+    micro_batch: int = 1,
+    analyzed: AnalyzedModel | None = None,
+    **job: object,
+) -> Plan:
+    """The plan of `ranks` data-parallel ranks with so many servers, or with another strategy that stores."""
+    chosen = mw.ParameterServer(servers=storage) if isinstance(storage, int) else storage
+    strategies = (mw.BatchSplit(), chosen)
+    mesh = mw.Mesh(dp_replicate=ranks)
+    return mw.make_plan(analyzed or analyzed_model(), tiny_job(**job), mesh, strategies, micro_batch)
+
+
+def trained(
+    plan: Plan,
+    steps: range = range(3),
+    start: Path | None = None,
+    folder: Path | None = None,
+    analyzed: AnalyzedModel | None = None,
+) -> list[dict[str, torch.Tensor]]:
+    """Each rank's parameters after `steps`, from the checkpoint `start`; saved in `folder` in the end."""
+
+    def body(world: World) -> dict[str, torch.Tensor]:
+        executor = executor_of(analyzed or analyzed_model(), plan, world)
+        if start is not None:
+            executor.load_state_dict(load_tensors(start)[0], steps.start)
+        for step in steps:
+            executor.step(samples_of(plan, world.rank, step))
+        if folder is not None:
+            save_tensors(folder, steps.stop, executor.state_dict(), {}, world.group(AXES), keep=9)
+        found = {name: each.clone() for name, each in executor.gather_parameters().items()}
+        executor.close()
+        return found
+
+    return run_on_threads(body, plan.mesh)
+
+
+def samples_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor]:
+    """The samples of a rank in a step: others in every step."""
+    rows = [(row + 5 * step) % 24 for row in plan.samples_read(rank)]
+    return {key: value[rows] for key, value in token_samples().items()}
+
+
+def entries_of(plan: Plan, analyzed: AnalyzedModel | None = None) -> list[list[LedgerEntry]]:
+    """What each rank issues in one step."""
+
+    def body(world: World) -> list[LedgerEntry]:
+        executor = executor_of(analyzed or analyzed_model(), plan, world)
+        world.ledger.is_recording = True
+        executor.step(samples_of(plan, world.rank, 0))
+        executor.close()
+        return list(world.ledger.entries)
+
+    return run_on_threads(body, plan.mesh)
+
+
+def sent(entries: Sequence[LedgerEntry], kinds: tuple[str, ...] = ("REDUCE", "UNSHARD")) -> float:
+    """The bytes that leave a rank for gradients and parameters."""
+    return sum(each.sent_nbytes for each in entries if each.action.startswith(kinds))
+
+
+def group_nbytes(plan: Plan, is_counted: Callable[[int | None], bool] = lambda owner: True) -> int:
+    """The bytes in float64 of the trained parameters whose server `is_counted`, by its rank."""
+    return 8 * sum(
+        each.param.numel
+        for each in plan.sharding.param_shardings
+        if each.param.trainable and is_counted(each.owner_index)
+    )
+
+
+def are_equal(mine: Sequence[dict[str, torch.Tensor]], theirs: Sequence[dict[str, torch.Tensor]]) -> bool:
+    """Whether all ranks of both have the same tensors with the same bits."""
+    return all(
+        one.keys() == mine[0].keys() and all(torch.equal(one[name], mine[0][name]) for name in one)
+        for one in (*mine, *theirs)
+    )
