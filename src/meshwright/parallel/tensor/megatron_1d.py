@@ -100,17 +100,18 @@ class TensorParallel(Strategy):
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},
-            input_redistribution=Redistribution(self.axis, stream, R),
+            input_redistribution=Redistribution(self.axis, stream, R, codable=True),
             regather=sharding.regather,
         )
         shared = (self.axis,) if sharding.sequence_sliced_calls else ()
         rows = LayerSharding(
             {self.axis: "in"},
-            output_redistribution=Redistribution(self.axis, P, stream),
+            output_redistribution=Redistribution(self.axis, P, stream, codable=True),
             shared_param_axes=shared,
             num_chunks=self.num_overlap_chunks,
         )
-        whole = replace(columns, input_redistribution=Redistribution(self.axis, I, R), regather=False)
+        whole_input = Redistribution(self.axis, I, R, codable=True)
+        whole = replace(columns, input_redistribution=whole_input, regather=False)
         apart = (
             call
             for call in sharding.model_spec.layer_calls
@@ -118,7 +119,7 @@ class TensorParallel(Strategy):
         )
         inside = LayerSharding({self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward)
         gathered = replace(
-            columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
+            columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream, codable=True)
         )  # columns without rows: the user asked for them
         layer_shardings = {
             "colwise": columns,
