@@ -89,4 +89,6 @@ def gated_plan(
     given = tuple({(each.name, str(each)): each for each in every[::-1]}.values())[::-1]
     if sum(each.name == "tensor_parallel" for each in given) > 1:
         given = given[1:]  # one with other options stands in its place
-    return mw.make_plan(analyzed_gated(p, parallel=parallel), tiny_job(**job), mesh or mw.Mesh(tp=ranks), given, micro_batch)
+    return mw.make_plan(
+        analyzed_gated(p, parallel=parallel), tiny_job(**job), mesh or mw.Mesh(tp=ranks), given, micro_batch
+    )

@@ -16,6 +16,7 @@ from meshwright.plan.job.job import LossGuard, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.tensor_placements import COLLECTIVES
 from meshwright.plan.strategy_interface import ActivationName, Strategy
+from meshwright.planner.program_cost.action_cost import ActionCosts
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.compression.gated_model import (
@@ -26,9 +27,11 @@ from tests.parallel.compression.gated_model import (
     gated_plan,
     tokens,
 )
+from tests.planner.simple_machine import ground
 from tests.tiny_model import case_of, executor_of, first_of, verdict_of
 
 INT8 = ActivationCompression(axis="tp", codec="int8")
+NUMEL = 2 * LENGTH * WIDTH  # of the value of a microbatch
 SLICES, SHARD = mw.SequenceParallel(), mw.BatchSplit(axis="dp_shard")
 
 
@@ -134,6 +137,27 @@ def test_a_gather_and_a_scatter_send_the_bytes_of_the_law(ranks: int):
     assert sent["F(layers.1, 0)"] == 3 * part
     assert sent["B(layers.1, 0)"] - 2 * part == pytest.approx(exact, abs=1e-6)
     assert sent["B(layers.0, 0)"] - 3 * part == pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategies", "kind", "passes"),
+    [
+        (2, (), "F", (NUMEL, 2 * NUMEL)),  # both summands are decoded
+        (3, (), "B", (NUMEL + NUMEL // 3, 2 * NUMEL)),  # and each slice of the sum is coded once more
+        (3, (SLICES,), "F", (NUMEL // 3 + NUMEL, 2 * NUMEL)),  # a gather and a scatter
+    ],
+)
+def test_what_is_coded_and_decoded_inside_a_block_is_priced(
+    ranks: int, strategies: tuple[Strategy, ...], kind: str, passes: tuple[int, int]
+):
+    plan = gated_plan(INT8, ranks, *strategies)
+    (action,) = [each for each in plan.for_rank(0).actions if each.name == f"{kind}(layers.0, 0)"]
+    found = INT8.coding_passes(action, plan.rank_view(0))
+    assert (found["encode int8"], found["decode int8"]) == passes
+    timed, untimed = (
+        ActionCosts(plan, 0, ground(links=1e6, coding=coding)).cost(action).comm_s for coding in (2e-6, None)
+    )
+    assert timed - untimed == pytest.approx(2e-6 * sum(passes))
 
 
 def test_the_first_steps_and_small_values_travel_as_they_are():
