@@ -37,7 +37,7 @@ def rounded_values(state: RankState) -> RoundedValues | None:
     lost = _lost_by_key(state, [key for key in keys if key[0] != TAKEN])
     if not lost:
         return None
-    uses = frozenset[UseKey](key[1:] for key in keys if key[0] == TAKEN)  # type: ignore[misc]  of five words
+    uses = frozenset[UseKey](key[1:] for key in keys if key[0] == TAKEN)
     layers = _rounded_layers(lost, uses, plan.job.train.batch) if uses else None
     roundings = _roundings_by_stage(plan, lost)
     stages = plan.sharding.stages

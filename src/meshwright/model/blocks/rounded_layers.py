@@ -28,7 +28,7 @@ from meshwright.plan.strategy_interface import SUM_SLOT
 
 # of a use of a value: the block call, the module, "input" or "output", its argument or index, and the number
 # of the use in this run of the block call; attention has no module
-UseKey = tuple[str, str, str, str, str]
+UseKey = tuple[str, ...]
 HEADS_NDIM = 4  # [samples, heads, tokens, width]
 ATTENTION = ""  # in place of a module
 ATTENTION_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

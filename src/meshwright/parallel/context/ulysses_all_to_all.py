@@ -292,12 +292,8 @@ def exchange_transfers(
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []
     heads, groups = local_heads(view, attend)
-    dtype, near = (
-        job.precision.compute,
-        sequence_sharding.num_inner_ranks
-        if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
-        else 0,
-    )
+    dtype, near = job.precision.compute, sequence_sharding.num_inner_ranks
+    near = near if near < sequence_sharding.num_ranks else 0
     queries, keys = (
         num_samples * max(sequence_sharding.num_tokens_by_rank(length))
         for length in (attend.query_len, attend.key_len)
