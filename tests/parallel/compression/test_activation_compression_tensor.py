@@ -126,6 +126,12 @@ def test_a_sum_sends_the_bytes_of_the_law(ranks: int, codec: str):
     assert set(sent.values()) == {law}
 
 
+def test_with_bfloat16_compute_a_sum_sends_the_same_codes():
+    compute = PrecisionConfig(parameters="float32", compute="bfloat16")
+    sent = sent_by_blocks(gated_plan(INT8, 3, precision=compute))
+    assert set(sent.values()) == {2 * 2 * code_nbytes("int8", NUMEL // 3)}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_gather_and_a_scatter_send_the_bytes_of_the_law(ranks: int):
     sent = sent_by_blocks(gated_plan(INT8, ranks, SLICES))

@@ -25,7 +25,8 @@ the number of ranks: the first ranks get one more. With fewer groups than ranks,
 (local_attention_heads.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter
 between the two layers (a norm over single heads) is used by every rank with its own features: its gradient is
 a sum over the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
-Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host.
+Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host; on slow
+ones they may travel as codes (activation_compression.py).
 Backward hides them behind the gradients of weights; forward, with `num_overlap_chunks`, behind other samples
 (comm_overlap.py).
 Limits: a layer whose features another one needs in full is not sharded, nor is one that does not run on
