@@ -220,12 +220,12 @@ def drop_redistribution_waits() -> AbstractContextManager[object]:
         if overlap_fn is not None:
             overlap_fn()
 
-    return patch.object(redistribute, "_wait_overlapped", without_wait)
+    return patch.object(redistribute, "wait_overlapped", without_wait)
 
 
 def overlap_on_another_stream() -> AbstractContextManager[object]:
     """Runs what overlaps with a collective on a stream that nobody waits for."""
-    wait = redistribute._wait_overlapped
+    wait = redistribute.wait_overlapped
 
     def elsewhere(work: Work, overlap_fn: Callable[[], None] | None) -> None:
         if overlap_fn is None:
@@ -237,7 +237,7 @@ def overlap_on_another_stream() -> AbstractContextManager[object]:
             overlap_fn()
         wait(work, None)
 
-    return patch.object(redistribute, "_wait_overlapped", elsewhere)
+    return patch.object(redistribute, "wait_overlapped", elsewhere)
 
 
 def copy_batch_without_wait() -> AbstractContextManager[object]:

@@ -77,7 +77,8 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
     by_name: dict[tuple[str, str], list[str]] = {}
     for strategy in dict.fromkeys(each for each in strategies if each.phase == "comm"):
         axis = strategy.as_dict().get("axis", "")
-        by_name.setdefault((strategy.name, axis if axis in ROUND_AXES else ""), []).append(str(strategy))
+        axis = axis if axis in ROUND_AXES or strategy.is_per_axis else ""
+        by_name.setdefault((strategy.name, axis), []).append(str(strategy))
     for (name, _), options in by_name.items():
         if len(options) > 1:
             text = f"{name} is listed twice, with other options: {'; '.join(options)}"

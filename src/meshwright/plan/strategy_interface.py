@@ -79,10 +79,47 @@ class ActivationCodec(ABC):
         """Writes what `codes` say into `values`, contiguous."""
 
     @abstractmethod
+    def messages(
+        self, collective: str, numel: int, dtype: str, num_ranks: int, num_parts: int = 1
+    ) -> tuple[tuple[str, int], ...]:
+        """Returns the collectives that carry `collective`, of `numel` elements of `dtype` per rank, as codes,
+        each with the bytes that a rank puts in; () if it is carried by itself. `num_parts` parts of what is
+        exchanged are coded apart.
+        """
+
+    @abstractmethod
+    def is_used_in(self, step: int) -> bool:
+        """Returns whether codes are sent in `step`, counted from 0."""
+
+    @abstractmethod
     def error_in_units(self, values: "torch.Tensor", lost: "torch.Tensor") -> float:
         """Returns the largest of what codes of `values` have `lost`, flat, in units of what they may lose of
         that element: at most 1 for codes as they should be.
         """
+
+
+SUM_SLOT = "sum"
+
+
+@dataclass(frozen=True)
+class ActivationName:
+    """Names an activation that a block sends while it runs: what the module `module` takes as argument `slot`
+    (a position or keyword), or returns ("": all that it returns, else at this index; SUM_SLOT: the sum before
+    its bias is added, in which the layers `others` have summands too).
+
+    `first_sample` is the first of a chunk of the samples of a microbatch. Without a module it is what
+    attention takes or returns, and `places(is_backward)` tells which part of the whole a rank sends of the
+    value, or of its gradient: by dim, the size of the whole and the positions in it, -1 for padding. Slices
+    along `part_dim` are coded apart, so that one that goes to several ranks has the same codes.
+    """
+
+    module: str
+    side: Literal["input", "output"]
+    slot: str = ""
+    first_sample: int = 0
+    places: Callable[[bool], Mapping[int, tuple[int, Sequence[int]]]] | None = None
+    part_dim: int | None = None
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +195,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = ""  # distinguishes strategies of the same name: the key `mode` of its table
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
+    is_per_axis: ClassVar[bool] = False  # whether a plan may list it once for each axis, in phase comm
     needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
     needs_stage_boundaries: ClassVar[bool] = False  # whether it reads ModelSpec.stage_boundaries
 

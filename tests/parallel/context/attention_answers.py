@@ -98,7 +98,9 @@ class Rank:
         self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         self.beside: Conv1dImpl | None = None
         plan = SimpleNamespace(sharding=space, view=view)
-        self.state: Any = SimpleNamespace(world=world, current_action="F", plan=plan, sequence_runner=self)
+        self.state: Any = SimpleNamespace(
+            world=world, current_action="F", plan=plan, sequence_runner=self, activation_codecs={}
+        )
         self.state.collectives = BlockCollectives(self.state)
 
     def act(self, action: str) -> None:

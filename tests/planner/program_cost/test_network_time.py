@@ -7,7 +7,7 @@ from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, 
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import make_machine
-from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
+from meshwright.planner.machine.roofline import all_gather_seconds, exchange_seconds, send_seconds
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
     RatedNetworkTime,
@@ -89,3 +89,18 @@ def test_devices_of_a_kind_have_its_links():
 )
 def test_a_single_rank_sends_nothing(wire: MeasuredNetworkTime | RatedNetworkTime | UnknownNetworkTime):
     assert wire.seconds(move("all_reduce", 1 << 20), (0,)) == 0
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "all_to_all_v"])
+def test_an_exchange_across_hosts_is_none_of_a_ring(collective: str):
+    given = make_machine("h100", 16)
+    wire, ranks, nbytes = RatedNetworkTime(given), range(16), 1 << 26
+    put_in = nbytes if collective == "all_to_all" else nbytes * 15 // 16
+    seconds = wire.seconds(move(collective, put_in), ranks)
+    assert seconds == pytest.approx(exchange_seconds(given, nbytes, 16, 1, 16))
+    # half of what a rank sends leaves its host by its own card; a ring sends all of it by those of the host
+    ring = wire.seconds(move("all_gather", nbytes // 16), ranks)
+    assert ring == pytest.approx(all_gather_seconds(given, nbytes, 16, 1, 16))
+    assert seconds > 1.5 * ring
+    inside = wire.seconds(move(collective, put_in), range(8))
+    assert inside < seconds

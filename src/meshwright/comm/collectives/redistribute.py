@@ -26,7 +26,7 @@ in the backward.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,6 +40,23 @@ DeferredCalls = list[Callable[[], None]]
 ActionName = str | Callable[[], str]
 
 
+class CarryFn(Protocol):
+    """Carries out a redistribution, or that of its gradient, by other messages (coded_redistribution.py)."""
+
+    def __call__(
+        self,
+        tensor: torch.Tensor,
+        group: Group,
+        src: Placement,
+        dst: Placement,
+        action: str,
+        overlap_fn: OverlapFn,
+        *,
+        is_backward: bool,
+    ) -> torch.Tensor | None:
+        """Returns the local tensor in `dst`; None: it travels as it is, and `overlap_fn` was not called."""
+
+
 def redistribute(
     tensor: torch.Tensor,
     group: Group,
@@ -47,6 +64,7 @@ def redistribute(
     dst: Placement,
     action: ActionName = "",
     overlap_fn: OverlapFn = None,
+    carry: CarryFn | None = None,
 ) -> torch.Tensor:
     """Returns the local tensor in placement `dst` of the value whose local tensor in `src` is `tensor`.
 
@@ -54,7 +72,8 @@ def redistribute(
     under "`action` backward", or under what `action()` returns then. All ranks of the group call this, and
     all or none of them need the gradient. `overlap_fn()` is called while the communication is in flight. An
     operation that keeps the values ("keep", and "first_rank_only" on rank 0) returns a view of `tensor`; all
-    others return new memory.
+    others return new memory. `carry` carries the collective, and that of the gradient, by other messages; the
+    gradient of a gradient is sent as it is.
 
     Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
     """
@@ -63,7 +82,7 @@ def redistribute(
         if overlap_fn is not None:
             overlap_fn()
         return tensor
-    return _Redistribute.apply(tensor, group, src, dst, action, overlap_fn)
+    return _Redistribute.apply(tensor, group, src, dst, action, overlap_fn, carry)
 
 
 def deferred_backward_calls(tensor: torch.Tensor) -> DeferredCalls | None:
@@ -86,10 +105,11 @@ class _Redistribute(torch.autograd.Function):
         dst: Placement,
         action: ActionName,
         overlap_fn: OverlapFn,
+        carry: CarryFn | None,
     ) -> torch.Tensor:
         ctx.way = group, src, dst, action
-        ctx.later = []
-        return _apply(tensor, group, src, dst, _action_name(action), overlap_fn)
+        ctx.later, ctx.carry = [], carry
+        return _apply(tensor, group, src, dst, _action_name(action), overlap_fn, carry)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -100,8 +120,9 @@ class _Redistribute(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
             grad = redistribute(grad, group, dst.adjoint, src.adjoint, back, after)
         else:
-            grad = _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after)
-        return grad, None, None, None, None, None
+            way = group, dst.adjoint, src.adjoint, _action_name(back), after
+            grad = _apply(grad, *way, ctx.carry, is_backward=True)
+        return grad, None, None, None, None, None, None
 
 
 def _run_all(calls: DeferredCalls) -> None:
@@ -120,8 +141,15 @@ def _apply(
     dst: Placement,
     action: str,
     overlap_fn: OverlapFn,
+    carry: CarryFn | None = None,
+    *,
+    is_backward: bool = False,
 ) -> torch.Tensor:
     collective = redistribution_name(src, dst)
+    if collective in COLLECTIVES and carry is not None:
+        carried = carry(tensor, group, src, dst, action, overlap_fn, is_backward=is_backward)
+        if carried is not None:
+            return carried
     if collective not in COLLECTIVES and overlap_fn is not None:
         overlap_fn()
     # read only where the letter is S
@@ -138,7 +166,7 @@ def _apply(
         case "all_to_all":
             return all_to_all(tensor, group, src_dim, dst_dim, action, overlap_fn)
         case "slice":
-            return _stack_slices(tensor, group, dst_dim, action)[group.index].clone(
+            return stack_slices(tensor, group, dst_dim, action)[group.index].clone(
                 memory_format=torch.contiguous_format
             )
         case "zero_pad":
@@ -157,7 +185,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Returns the sum of all ranks' `tensor`; same shape, new memory."""
     total, work = group.all_reduce_copy(tensor, action=action)
-    _wait_overlapped(work, overlap_fn)
+    wait_overlapped(work, overlap_fn)
     return total
 
 
@@ -174,8 +202,8 @@ def all_gather(
             overlap_fn()
         return tensor.clone(memory_format=torch.contiguous_format)
     gathered = tensor.new_empty(group.size, *tensor.shape)
-    _wait_overlapped(group.all_gather(gathered, tensor.contiguous(), action=action), overlap_fn)
-    return _concat_slices(gathered, dim)
+    wait_overlapped(group.all_gather(gathered, tensor.contiguous(), action=action), overlap_fn)
+    return concat_slices(gathered, dim)
 
 
 def reduce_scatter(
@@ -190,9 +218,9 @@ def reduce_scatter(
     [.., size * s, ..] -> [.., s, ..]. The result is contiguous. Raises PlanError when the dim does not
     divide.
     """
-    stacked = _stack_slices(tensor, group, dim, action).contiguous()
+    stacked = stack_slices(tensor, group, dim, action).contiguous()
     mine = stacked.new_empty(stacked.shape[1:])
-    _wait_overlapped(group.reduce_scatter(mine, stacked, action=action), overlap_fn)
+    wait_overlapped(group.reduce_scatter(mine, stacked, action=action), overlap_fn)
     return mine
 
 
@@ -209,11 +237,11 @@ def all_to_all(
     [.., a, .., size * b, ..] -> [.., size * a, .., b, ..]. Contiguous. Raises PlanError when the dim `dst`
     does not divide.
     """
-    stacked = _stack_slices(tensor, group, dst, action).contiguous()
+    stacked = stack_slices(tensor, group, dst, action).contiguous()
     arrived = torch.empty_like(stacked)
-    _wait_overlapped(group.all_to_all(arrived, stacked, action=action), overlap_fn)
+    wait_overlapped(group.all_to_all(arrived, stacked, action=action), overlap_fn)
     del stacked  # it would live beside what is joined
-    return _concat_slices(arrived, src)
+    return concat_slices(arrived, src)
 
 
 def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
@@ -226,13 +254,13 @@ def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return full
 
 
-def _wait_overlapped(work: Work, overlap_fn: OverlapFn) -> None:
+def wait_overlapped(work: Work, overlap_fn: OverlapFn) -> None:
     if overlap_fn is not None:
         overlap_fn()
     work.wait()
 
 
-def _stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
+def stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
     length = tensor.shape[dim]
     if length % group.size:
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
@@ -244,7 +272,7 @@ def _stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> 
     return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
 
 
-def _concat_slices(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+def concat_slices(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     moved = stacked.movedim(0, dim)
     return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
 

@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward_backward.observed_stage_values import observe_stage_value
+from meshwright.engine.forward_backward.observed_codes import observe_stage_value
 from meshwright.engine.runtime.async_copies import FinishedOnWait
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
@@ -283,7 +283,7 @@ class StageIO:
     def _codec(self, transfer: Transfer) -> ActivationCodec | None:
         """Returns the codec of the messages of `transfer` in this step; None: it is sent as it is."""
         is_coded = transfer.carried_by and self._state.step.number >= transfer.carried_from
-        return self._state.activation_codec if is_coded else None
+        return self._state.activation_codecs[transfer.axes[0]] if is_coded else None
 
     def _concat(
         self,

@@ -260,9 +260,9 @@ class RankState:
     buckets: dict[str, GradBucket] = field(default_factory=dict)
     current_action: str = ""  # the ledger name of collectives inside a block
     observed_sums: "list[ObservedSum] | None" = None  # of codes, since the verifier has looked; None: not
-    # of activations, likewise; and how activations travel where codes carry them
+    # of activations, likewise; and how activations travel where codes carry them, by axis
     observed_codes: list[ObservedCodes] | None = None
-    activation_codec: ActivationCodec | None = None
+    activation_codecs: dict[str, ActivationCodec] = field(default_factory=dict)
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     copies: DeviceCopies = field(init=False)
     host_memory: HostMemory = field(init=False)

@@ -3,18 +3,22 @@
     sent       lost by a value on its way to a stage, of the whole global batch: the parts of all ranks
     forwarded  a stage has what the stage has that it came from, less what was lost on the way
     returned   lost by the gradient that came back from a stage
+    inside     lost inside blocks by what layers take and return, and by its gradient
 
 All ranks call these functions, after a step and beside its program, as those of observed_sums.py.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from math import prod
 
 import torch
 
+from meshwright.engine.forward_backward.observed_codes import BACKWARD, FORWARD, TAKEN
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.observed_sums import ACTION, largest_of_ranks
-from meshwright.model.pipeline.rounded_values import RoundedValues, Rounding
+from meshwright.model.blocks.rounded_layers import RoundedLayers, Rounding, UseKey
+from meshwright.model.pipeline.rounded_values import RoundedValues
 from meshwright.plan.model_spec.stage_transfers import StageTransfer, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
@@ -22,15 +26,31 @@ from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
 MAX_DIMS = 15  # of a value
-SENDS = ("SEND", "SEND_GRAD")
+LostByKey = Mapping[tuple[str, ...], torch.Tensor]
 
 
 def rounded_values(state: RankState) -> RoundedValues | None:
-    """Returns what each stage saw of the values of others in this step; None if none was rounded."""
-    plan, stages = state.plan, state.plan.sharding.stages
-    lost = _lost_by_key(state)
+    """Returns what each stage saw of the values of others in this step, and what layers took and returned
+    inside blocks; None if nothing was rounded.
+    """
+    plan, keys = state.plan, _keys_of_all_ranks(state)
+    lost = _lost_by_key(state, [key for key in keys if key[0] != TAKEN])
     if not lost:
         return None
+    uses = frozenset[UseKey](key[1:] for key in keys if key[0] == TAKEN)
+    layers = _rounded_layers(lost, uses, plan.job.train.batch) if uses else None
+    roundings = _roundings_by_stage(plan, lost)
+    stages = plan.sharding.stages
+    numbers = {block_call: number for number, stage in enumerate(stages) for block_call in stage.block_calls}
+    return RoundedValues(roundings, numbers, plan.job.train.batch, layers)
+
+
+def _rounded_layers(lost: LostByKey, uses: frozenset[UseKey], num_samples: int) -> RoundedLayers:
+    roundings = {use: Rounding(lost.get((FORWARD, *use)), lost.get((BACKWARD, *use))) for use in uses}
+    return RoundedLayers(roundings, uses, num_samples)
+
+
+def _roundings_by_stage(plan: Plan, lost: LostByKey) -> dict[tuple[str, int], Rounding]:
     roundings: dict[tuple[str, int], Rounding] = {}
     for transfer, microbatches in _transfers(plan):
         name, target = transfer.value.name, transfer.target
@@ -44,8 +64,7 @@ def rounded_values(state: RankState) -> RoundedValues | None:
         total = torch.zeros_like(summand) if found is None or found.lost is None else found.lost
         _add_samples(total, (sent, before), transfer, plan, microbatches)
         roundings[name, target] = Rounding(total, lost.get(("SEND_GRAD", transfer.subject(backward=True))))
-    numbers = {block_call: number for number, stage in enumerate(stages) for block_call in stage.block_calls}
-    return RoundedValues(roundings, numbers, plan.job.train.batch)
+    return roundings
 
 
 def largest_code_error(state: RankState) -> float:
@@ -53,12 +72,21 @@ def largest_code_error(state: RankState) -> float:
     return largest_of_ranks(state, max((each.error for each in state.observed_codes or ()), default=0.0))
 
 
-def _lost_by_key(state: RankState) -> dict[tuple[str, ...], torch.Tensor]:
-    """Returns what all ranks have lost, by kind and subject of the action, in the shape of the value, on the
-    CPU.
-    """
+def _keys_of_all_ranks(state: RankState) -> list[tuple[str, ...]]:
+    """Returns the keys under which any rank has noted something, sorted."""
+    mine = json.dumps(sorted({each.key for each in state.observed_codes or ()})).encode()
+    text = torch.tensor(list(mine), dtype=torch.uint8, device=state.world.device)
+    longest = int(_of_all_ranks(state, torch.tensor([len(mine)], device=text.device)).max())
+    padded = torch.full((longest,), ord(" "), dtype=torch.uint8, device=text.device)
+    padded[: len(mine)] = text
+    found = (json.loads(bytes(each.tolist())) for each in _of_all_ranks(state, padded))
+    return sorted({tuple(key) for keys in found for key in keys})
+
+
+def _lost_by_key(state: RankState, keys: list[tuple[str, ...]]) -> dict[tuple[str, ...], torch.Tensor]:
+    """Returns what all ranks have lost, by key, in the shape of the value, on the CPU."""
     lost, group, device = dict[tuple[str, ...], torch.Tensor](), state.world.group(AXES), state.world.device
-    for key in sorted(set(_coded_sends(state.plan))):
+    for key in keys:
         mine = [each for each in state.observed_codes or () if each.key == key]
         described = torch.zeros(MAX_DIMS + 1, dtype=torch.int64, device=device)
         for each in mine[:1]:
@@ -80,13 +108,6 @@ def _of_all_ranks(state: RankState, mine: torch.Tensor) -> torch.Tensor:
     found = mine.new_empty(group.size, mine.numel())
     group.all_gather(found, mine, action=ACTION).wait()
     return found
-
-
-def _coded_sends(plan: Plan) -> Iterator[tuple[str, str]]:
-    for role in plan.program.roles:
-        for action in role.actions:
-            if action.kind in SENDS and action.transfer is not None and action.transfer.carried_by:
-                yield action.kind, action.subject
 
 
 def _transfers(plan: Plan) -> Iterator[tuple[StageTransfer, list[int]]]:

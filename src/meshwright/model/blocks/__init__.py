@@ -10,5 +10,6 @@ relu_activations          what autograd saves of ReLU and max pooling
 saved_activations         counts what autograd saves inside each block call
 recorded_block_calls      which block calls of a recording are equal, so that one of them runs in a trial
 batch_coupling            layers that couple the samples of a batch (batch norm, max_norm, buffers)
+rounded_layers            runs layers on one device with what codes have left of their values
 user_checkpointing        torch.utils.checkpoint inside the model
 """

@@ -13,37 +13,31 @@ Wherever an operation or a block takes such a tensor, it takes that of its stage
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.model.blocks.rounded_layers import RoundedLayers, Rounding
 from meshwright.model.pipeline.forward_recorder import record_forward
 from meshwright.model.tensors.function_modes import InterceptMode
 from meshwright.model.tensors.pytree import map_leaves, storage_id, tree_tensors
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """What rounding took from a value on its way to a stage, and from the gradient that came back from there;
-    both have the shape of the value for the global batch. None: nothing.
-    """
-
-    lost: torch.Tensor | None = None
-    lost_gradient: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class RoundedValues:
     """What each stage sees of the values of others: `roundings` by value and stage.
 
-    `stages` are the stages by block call, `num_samples` are those of the global batch.
+    `stages` are the stages by block call, `num_samples` are those of the global batch. `layers` are rounded
+    inside blocks.
     """
 
     roundings: Mapping[tuple[str, int], Rounding]
     stages: Mapping[str, int]
     num_samples: int
+    layers: RoundedLayers | None = None
 
     def run(
         self,
@@ -53,6 +47,19 @@ class RoundedValues:
         samples: Sequence[int] | None = None,
     ) -> Any:
         """Returns what `run_forward()`, a forward of `module`, returns on `samples` (None: all)."""
+        if self.layers is None:
+            return self._run_stages(module, blocks, run_forward, samples)
+        if self.roundings:
+            run_forward = partial(self._run_stages, module, blocks, run_forward, samples)
+        return self.layers.run(module, blocks, run_forward, samples)
+
+    def _run_stages(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        run_forward: Callable[[], Any],
+        samples: Sequence[int] | None,
+    ) -> Any:
         values, results = _ValuesByStage(self, samples), list[Any]()
         handles = [
             block.register_forward_pre_hook(values.replace_inputs, with_kwargs=True)
@@ -131,31 +138,4 @@ class _ValuesByStage:
         return takes_now.as_strided(item.size(), item.stride(), offset)
 
     def _round(self, value: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-        return _Rounded.apply(
-            value, self._of_samples(rounding.lost, value), self._of_samples(rounding.lost_gradient, value)
-        )
-
-    def _of_samples(self, lost: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor | None:
-        """Returns the part of `lost` that belongs to the samples of this forward."""
-        if lost is None:
-            return None
-        for dim, (size, all_sizes) in enumerate(zip(value.shape, lost.shape, strict=True)):
-            if size != all_sizes:
-                per_sample = all_sizes // self._rounded.num_samples
-                rows = [each * per_sample + at for each in self._samples for at in range(per_sample)]
-                return lost.index_select(dim, torch.tensor(rows[:size], device=lost.device))
-        return lost
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, lost: torch.Tensor | None, lost_gradient: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.lost_gradient = lost_gradient
-        return value.clone() if lost is None else value - lost
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        return grad if ctx.lost_gradient is None else grad - ctx.lost_gradient, None, None
+        return rounding.apply(value, self._samples, self._rounded.num_samples)

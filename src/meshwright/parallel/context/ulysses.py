@@ -17,11 +17,11 @@ with any mask.
 
 With fewer key heads than ranks, each goes to all ranks that need it, k = P in the formula (uneven cases:
 ulysses_all_to_all.py). N/P is the number of tokens of the rank with most tokens: all send as much.
-Cost: the exchange is exposed, so it needs fast links, as inside of a host; it shrinks with 1/P, the bytes of
-a ring do not. Masks that the model makes outside of its blocks are on every rank: nothing is sent of them.
-Of a mask that a block makes (a relative bias), each rank has the rows of its own queries, and those of
-others are exchanged in every layer: by head like q, else B N N (P-1)/P elements; for long sequences that is
-more than q, k and v.
+Cost: the exchange is exposed, so it needs fast links, as inside of a host, or travels as codes
+(activation_compression.py); it shrinks with 1/P, the bytes of a ring do not. Masks that the model makes
+outside of its blocks are on every rank: nothing is sent of them. Of a mask that a block makes (a relative
+bias), each rank has the rows of its own queries, and those of others are exchanged in every layer: by head
+like q, else B N N (P-1)/P elements; for long sequences that is more than q, k and v.
 Limits: P divides the heads (those of a rank, with tensor parallelism), so P is at most a; a ring and the
 hybrid do not have this limit. Attention is a call of F.scaled_dot_product_attention within a block; with
 dropout, it runs as matmuls.

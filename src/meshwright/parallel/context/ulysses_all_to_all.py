@@ -18,7 +18,7 @@ from its tokens, or learns, the rows of other ranks are sent: by head, with an a
 all_gather.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -39,13 +39,13 @@ from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Placement, R, S
 from meshwright.plan.step.program import Transfer
-from meshwright.plan.strategy_interface import Runtime
+from meshwright.plan.strategy_interface import ActivationName, Runtime
 
 MAX_REPORTED = 3  # block calls in a message
 UNEVEN_HEADS = "attention has {} heads on a rank, and they go to {} ranks in equal number"
 HEAD_SHARD, TOKEN_SHARD = S(1), S(2)  # of [rows, heads, tokens, width]
 
-ExchangeFn = Callable[[torch.Tensor, Placement, Placement], torch.Tensor]
+ExchangeFn = Callable[[torch.Tensor, Placement, Placement, ActivationName | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,11 @@ class HeadExchange:
             else 0
         )
 
-        def move(tensor: torch.Tensor, src: Placement, dst: Placement) -> torch.Tensor:
+        def move(
+            tensor: torch.Tensor, src: Placement, dst: Placement, name: ActivationName | None = None
+        ) -> torch.Tensor:
             return (
-                runtime.state.collectives.redistribute_uncached(tensor, axis, src, dst, near)
+                runtime.state.collectives.redistribute_uncached(tensor, axis, src, dst, near, name=name)
                 if sequence_sharding.num_inner_ranks > 1
                 else tensor
             )
@@ -137,8 +139,12 @@ class HeadExchange:
                 location=f"strategies.{name}",
             )
         needs = KVHeadAssignment.for_heads(heads, inputs.key.shape[1], near)
-        query = self.to_heads(inputs.query, call.query_shard.length)
-        key, value = (self._kv_heads(each, call.key_shard, needs) for each in (inputs.key, inputs.value))
+        length = call.query_shard.length
+        query = self.to_heads(inputs.query, length, self._name("query", range(heads), heads, length))
+        key, value = (
+            self._kv_heads(each, call.key_shard, needs, slot)
+            for each, slot in ((inputs.key, "key"), (inputs.value, "value"))
+        )
         return replace(
             inputs,
             query=query,
@@ -155,13 +161,12 @@ class HeadExchange:
         )
         return place * each, (place + 1) * each
 
-    def to_heads(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+    def to_heads(self, tensor: torch.Tensor, length: int, name: ActivationName | None = None) -> torch.Tensor:
         """[B, h, local tokens, w] -> [B, h / degree, tokens of all neighbours, w], for samples of `length`
-        tokens.
+        tokens; with a `name` it may travel as codes.
         """
-        return self._without_padding(
-            self.move(_pad_tokens(tensor, self._max_tokens(length)), TOKEN_SHARD, HEAD_SHARD), length
-        )
+        filled = _pad_tokens(tensor, self._max_tokens(length))
+        return self._without_padding(self.move(filled, TOKEN_SHARD, HEAD_SHARD, name), length)
 
     def to_tokens(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         """[B, h / degree, tokens of all neighbours, w] -> [B, h, local tokens, w]."""
@@ -170,20 +175,52 @@ class HeadExchange:
         filled = (
             tensor if even else torch.cat([_pad_tokens(piece, most) for piece in tensor.split(counts, 2)], 2)
         )
+        heads = tensor.shape[1] * self.sequence_sharding.num_inner_ranks
+        name = self._name("output", range(heads), heads, length)
         return _first_tokens(
-            self.move(filled, HEAD_SHARD, TOKEN_SHARD),
+            self.move(filled, HEAD_SHARD, TOKEN_SHARD, name),
             counts[self.index % self.sequence_sharding.num_inner_ranks],
         )
 
-    def _kv_heads(self, tensor: torch.Tensor, shard: TokenShard, needs: KVHeadAssignment) -> torch.Tensor:
+    def _kv_heads(
+        self, tensor: torch.Tensor, shard: TokenShard, needs: KVHeadAssignment, slot: str
+    ) -> torch.Tensor:
+        sent, num_heads = tuple(head for own in needs.sent_heads for head in own), tensor.shape[1]
         if not needs.is_identity:
-            sent = tuple(head for own in needs.sent_heads for head in own)
             tensor = shard.selector.select(tensor, 1, sent)
-        moved = self.to_heads(tensor, shard.length)
+        moved = self.to_heads(tensor, shard.length, self._name(slot, sent, num_heads, shard.length))
         if not needs.used_heads:
             return moved
         used = needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks]
         return shard.selector.select(moved, 1, used)
+
+    def _name(self, slot: str, sent_heads: Sequence[int], num_heads: int, length: int) -> ActivationName:
+        """Returns the name of an argument of attention, or its output, of `num_heads` heads on this rank, of
+        which `sent_heads` travel; codes of a head are the same wherever it goes.
+        """
+        side = "output" if slot == "output" else "input"
+
+        def places(is_backward: bool) -> dict[int, tuple[int, list[int]]]:
+            heads, near = list(sent_heads), self.sequence_sharding.num_inner_ranks
+            ranks, place = [self.index], self.index % near
+            if (side == "input") == is_backward:  # this rank has some heads of all tokens
+                each = len(heads) // near
+                heads = heads[place * each : (place + 1) * each]
+                ranks = list(range(self.index - place, self.index - place + near))
+            elif not is_backward:  # all copies lose the same
+                heads = [head if head not in heads[:at] else -1 for at, head in enumerate(heads)]
+            return {1: (num_heads, heads), 2: (length, self._padded_positions(length, ranks))}
+
+        return ActivationName("", side, slot, places=places, part_dim=HEAD_SHARD.dim)
+
+    def _padded_positions(self, length: int, ranks: Iterable[int]) -> list[int]:
+        """Returns the positions of the tokens of `ranks`, each filled up with -1 to the most of any rank."""
+        found, most = list[int](), self._max_tokens(length)
+        for rank in ranks:
+            spans = self.sequence_sharding.token_ranges(length, rank)
+            own = [position for begin, end in spans for position in range(begin, end)]
+            found += [*own, *[-1] * (most - len(own))]
+        return found
 
     def _exchange_mask(self, given: AttentionInputs, length: int, name: str) -> torch.Tensor | None:
         if given.mask is None or self.sequence_sharding.num_inner_ranks == 1:
@@ -215,7 +252,7 @@ class HeadExchange:
         if mask.shape[1] > 1:
             return self.to_heads(mask, length)
         return self._without_padding(
-            self.move(_pad_tokens(mask, self._max_tokens(length)), TOKEN_SHARD, R), length
+            self.move(_pad_tokens(mask, self._max_tokens(length)), TOKEN_SHARD, R, None), length
         )
 
     def _without_padding(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
@@ -255,12 +292,8 @@ def exchange_transfers(
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []
     heads, groups = local_heads(view, attend)
-    dtype, near = (
-        job.precision.compute,
-        sequence_sharding.num_inner_ranks
-        if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
-        else 0,
-    )
+    dtype, near = job.precision.compute, sequence_sharding.num_inner_ranks
+    near = near if near < sequence_sharding.num_ranks else 0
     queries, keys = (
         num_samples * max(sequence_sharding.num_tokens_by_rank(length))
         for length in (attend.query_len, attend.key_len)
@@ -270,21 +303,22 @@ def exchange_transfers(
         * KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks).num_sent
     )
 
-    def swap(numel: int, dtype: str = dtype, collective: str = "all_to_all") -> Transfer:
+    def swap(numel: int, dtype: str = dtype, collective: str = "all_to_all", num_heads: int = 0) -> Transfer:
         return Transfer(
             collective,
             (axis,),
             numel * DTYPE_NBYTES[dtype],
             dtype=dtype,
             num_neighbours=near,
+            code_parts=num_heads,
         )
 
     taken = [
-        swap(queries * heads * attend.head_dim),
-        swap(keys * sent * attend.head_dim),
-        swap(keys * sent * attend.value_head_dim),
+        swap(queries * heads * attend.head_dim, num_heads=heads),
+        swap(keys * sent * attend.head_dim, num_heads=sent),
+        swap(keys * sent * attend.value_head_dim, num_heads=sent),
     ]
-    given, mask = [swap(queries * heads * attend.value_head_dim)], attend.mask
+    given, mask = [swap(queries * heads * attend.value_head_dim, num_heads=heads)], attend.mask
     back = [each for each, learns in zip(taken, attend.qkv_need_grad, strict=True) if learns][::-1]
     if mask is not None and not mask.is_replicated and has_masks_by_query(view.plan):
         numel = (

@@ -25,7 +25,8 @@ the number of ranks: the first ranks get one more. With fewer groups than ranks,
 (local_attention_heads.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter
 between the two layers (a norm over single heads) is used by every rank with its own features: its gradient is
 a sum over the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
-Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host.
+Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host; on slow
+ones they may travel as codes (activation_compression.py).
 Backward hides them behind the gradients of weights; forward, with `num_overlap_chunks`, behind other samples
 (comm_overlap.py).
 Limits: a layer whose features another one needs in full is not sharded, nor is one that does not run on
@@ -100,17 +101,18 @@ class TensorParallel(Strategy):
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},
-            input_redistribution=Redistribution(self.axis, stream, R),
+            input_redistribution=Redistribution(self.axis, stream, R, codable=True),
             regather=sharding.regather,
         )
         shared = (self.axis,) if sharding.sequence_sliced_calls else ()
         rows = LayerSharding(
             {self.axis: "in"},
-            output_redistribution=Redistribution(self.axis, P, stream),
+            output_redistribution=Redistribution(self.axis, P, stream, codable=True),
             shared_param_axes=shared,
             num_chunks=self.num_overlap_chunks,
         )
-        whole = replace(columns, input_redistribution=Redistribution(self.axis, I, R), regather=False)
+        whole_input = Redistribution(self.axis, I, R, codable=True)
+        whole = replace(columns, input_redistribution=whole_input, regather=False)
         apart = (
             call
             for call in sharding.model_spec.layer_calls
@@ -118,7 +120,7 @@ class TensorParallel(Strategy):
         )
         inside = LayerSharding({self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward)
         gathered = replace(
-            columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
+            columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream, codable=True)
         )  # columns without rows: the user asked for them
         layer_shardings = {
             "colwise": columns,

@@ -45,14 +45,14 @@ from meshwright.parallel.tensor.sharded_layer import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
 from meshwright.plan.model_spec.tensor_parallel_layers import ResidualFlow
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, S
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
-from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import ActivationName, Handler, Runtime, Strategy, StrategyPhase
 
 TOKEN_SHARD = S(1)  # of a residual stream [samples, tokens, hidden]: a slice of the tokens per rank
 
@@ -170,8 +170,8 @@ class SequenceParallel(Strategy):
         self, view: RankView
     ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
         cut, joined = (
-            Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True),
-            Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True),
+            Redistribution(self.axis, I, TOKEN_SHARD, in_param_dtype=True, codable=True),
+            Redistribution(self.axis, TOKEN_SHARD, I, in_param_dtype=True, codable=True),
         )
         boundaries = view.plan.sequence_slice_ends()
         for residual_flow in view.model_spec.residual_flows:
@@ -214,21 +214,24 @@ def _block_with_stream_comm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    block, place = block_of(residual_flow.block_call), residual_flow.output_index
+    taken = ActivationName(block, "input", str(residual_flow.arg))
+    returned = ActivationName(block, "output", "" if place is None else str(place))
     if isinstance(residual_flow.arg, int):
         args = (
             *args[: residual_flow.arg],
-            apply_redistribution(runtime, args[residual_flow.arg], first),
+            apply_redistribution(runtime, args[residual_flow.arg], first, name=taken),
             *args[residual_flow.arg + 1 :],
         )
     else:
-        kwargs[residual_flow.arg] = apply_redistribution(runtime, kwargs[residual_flow.arg], first)
+        kwargs[residual_flow.arg] = apply_redistribution(
+            runtime, kwargs[residual_flow.arg], first, name=taken
+        )
     given = inner(*args, **kwargs)
-    if residual_flow.output_index is None:
-        return apply_redistribution(runtime, given, last)
+    if place is None:
+        return apply_redistribution(runtime, given, last, name=returned)
     several = list(given)
-    several[residual_flow.output_index] = apply_redistribution(
-        runtime, several[residual_flow.output_index], last
-    )
+    several[place] = apply_redistribution(runtime, several[place], last, name=returned)
     return type(given)(several)
 
 

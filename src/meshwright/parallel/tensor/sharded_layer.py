@@ -38,7 +38,7 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import COLLECTIVES, I, P, Placement, R, S, redistribution_name
 from meshwright.plan.step.program import Transfer
-from meshwright.plan.strategy_interface import Runtime
+from meshwright.plan.strategy_interface import SUM_SLOT, ActivationName, Runtime
 
 ParamTensors = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
 ComputeFn = Callable[
@@ -52,7 +52,7 @@ class Redistribution:
     """Moves a tensor along `axis` from `src` to `dst`; it is sharded along `sharded_axes` meanwhile.
 
     It travels in the compute dtype; `in_param_dtype`: in that of parameters if wider; `at_least_float32`:
-    never narrower.
+    never narrower. What is `codable` are activations, and their gradients, which may travel as codes.
     """
 
     axis: str
@@ -61,6 +61,7 @@ class Redistribution:
     sharded_axes: tuple[str, ...] = ()
     in_param_dtype: bool = False
     at_least_float32: bool = False
+    codable: bool = False
 
     @property
     def adjoint(self) -> "Redistribution":
@@ -72,6 +73,7 @@ class Redistribution:
             self.sharded_axes,
             self.in_param_dtype,
             self.at_least_float32,
+            self.codable,
         )
 
     def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
@@ -82,7 +84,8 @@ class Redistribution:
         if collective in COLLECTIVES:
             numel //= sharding.mesh.group_size(self.sharded_axes)
             put_in = numel if self.src.letter == "P" else numel // sharding.mesh.size(self.axis)
-            yield Transfer(collective, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
+            nbytes, code_parts = put_in * FLOAT_NBYTES[dtype], int(self.codable)
+            yield Transfer(collective, (self.axis,), nbytes, dtype=dtype, position=at, code_parts=code_parts)
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,14 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
             )
             runtime.state.patches.replace_forward(
                 call.name,
-                partial(_layer_forward, runtime, layer_sharding, leaves, came, sum_members.get(call.name)),
+                partial(
+                    _layer_forward,
+                    (runtime, call.name),
+                    layer_sharding,
+                    leaves,
+                    came,
+                    sum_members.get(call.name),
+                ),
             )
             if (
                 layer_sharding.input_redistribution is not None
@@ -221,7 +231,8 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                     dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
-        runtime.state.patches.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
+        wrapper = partial(_gate_with_redistributions, (runtime, gate), moves, came)
+        runtime.state.patches.wrap_forward(gate, wrapper)
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
@@ -245,10 +256,14 @@ def module_forward(
 
 
 def apply_redistribution(
-    runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
+    runtime: Runtime,
+    tensor: torch.Tensor,
+    redistribution: Redistribution | None,
+    overlap: OverlapFn = None,
+    name: ActivationName | None = None,
 ) -> torch.Tensor:
     """Returns `tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
-    flight.
+    flight. `name` is that of a codable activation.
     """
     if redistribution is None or redistribution.src == redistribution.dst:
         return tensor
@@ -258,28 +273,35 @@ def apply_redistribution(
         else nullcontext()
     ):
         return runtime.state.collectives.redistribute(
-            tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
+            tensor,
+            redistribution.axis,
+            redistribution.src,
+            redistribution.dst,
+            overlap,
+            name if redistribution.codable else None,
         )
 
 
 def _gate_with_redistributions(
-    runtime: Runtime,
+    of: tuple[Runtime, str],
     moves: Mapping[int | str, Redistribution],
     came: InputOrigins,
     inner: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    runtime, gate = of
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     for slot, move in moves.items():
         x = given[slot]
-        given[slot] = apply_redistribution(runtime, x, move)
+        name = ActivationName(gate, "input", str(slot))
+        given[slot] = apply_redistribution(runtime, x, move, name=name)
         came[given[slot]] = x
     return inner(*(given[i] for i in range(len(args))), **{key: given[key] for key in kwargs})
 
 
 def _layer_forward(
-    runtime: Runtime,
+    of: tuple[Runtime, str],
     layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
@@ -289,8 +311,10 @@ def _layer_forward(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
+    runtime, layer = of
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else apply_redistribution(runtime, x, layer_sharding.input_redistribution)
+    taken, into = ActivationName(layer, "input", "0"), layer_sharding.input_redistribution
+    x = x if given is not x else apply_redistribution(runtime, x, into, name=taken)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.state.collectives.redistribute(held[leaf], axis, I, R)
@@ -315,26 +339,32 @@ def _layer_forward(
     if joint_sum_member is not None:
         inputs, others = joint_sum_member.collect()
         waiting, biases = iter(split_samples(inputs, layer_sharding.num_chunks)), [*biases, *others]
-    with _saved_for_backward(runtime, layer_sharding, given):
+    num_sent, slot = 0, SUM_SLOT if layer_sharding.output_is_partial else ""
+    summed = () if joint_sum_member is None else joint_sum_member.joint_sum.layers[:-1]
+
+    def send(y: torch.Tensor, overlap: OverlapFn) -> torch.Tensor:
+        nonlocal num_sent
+        name = ActivationName(layer, "output", slot, first_sample=num_sent, others=summed)
+        num_sent += y.shape[0]
+        return apply_redistribution(runtime, y, layer_sharding.output_redistribution, overlap, name)
+
+    with _saved_for_backward(runtime, layer_sharding, given, taken):
         y = run_in_chunks(
-            x,
-            layer_sharding.num_chunks,
-            lambda part: add_summand(compute(part), next(waiting, None)),
-            lambda y, meanwhile: apply_redistribution(
-                runtime, y, layer_sharding.output_redistribution, meanwhile
-            ),
+            x, layer_sharding.num_chunks, lambda part: add_summand(compute(part), next(waiting, None)), send
         )
     return y + reduce(torch.add, biases) if biases else y
 
 
 def _saved_for_backward(
-    runtime: Runtime, layer_sharding: LayerSharding, given: torch.Tensor
+    runtime: Runtime, layer_sharding: LayerSharding, given: torch.Tensor, name: ActivationName
 ) -> AbstractContextManager[Any]:
     move = layer_sharding.input_redistribution
     return (
         nullcontext()
         if move is None or not layer_sharding.regather
-        else runtime.state.collectives.redistribute_in_backward(given, move.axis, move.src, move.dst)
+        else runtime.state.collectives.redistribute_in_backward(
+            given, move.axis, move.src, move.dst, name if move.codable else None
+        )
     )
 
 

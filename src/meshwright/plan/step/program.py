@@ -92,7 +92,8 @@ class Transfer:
     same data, so each sends a chunk of it. Only the ranks at `member_indices` along the axes take part
     (empty: all). With `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A
     transfer `in_glue` is not repeated when a block is recomputed. If the data decides the size,
-    `runtime_size` says how, and `nbytes` is what is expected.
+    `runtime_size` says how, and `nbytes` is what is expected. Activations and their gradients may be carried
+    by codes, of `code_parts` parts that are coded apart (0: others may not).
     """
 
     collective: str
@@ -111,6 +112,7 @@ class Transfer:
     carried_from: int = 0
     runtime_size: RuntimeSize | None = None
     root: int = 0
+    code_parts: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         _check_expected(self.nbytes, self.runtime_size)

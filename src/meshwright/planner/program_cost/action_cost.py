@@ -110,7 +110,8 @@ class ActionCosts:
         if stream.starts_work:
             return ActionCost(0.0, transfer_s + (self.coding_seconds(action) or 0.0))
         compute_s = self.target.slowdown * (self._compute_seconds(action) + self._layout_copy_seconds(action))
-        return ActionCost(compute_s, transfer_s + self._inner_comm_seconds(action))
+        inner_s = self._inner_comm_seconds(action) + (self.coding_seconds(action) or 0.0)
+        return ActionCost(compute_s, transfer_s + inner_s)
 
     def coding_seconds(self, action: Action) -> float | None:
         """Returns the seconds in which the rank codes and decodes what `action` sends; None: unknown."""

@@ -20,9 +20,10 @@ from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
+from meshwright.planner.machine.roofline import all_gather_seconds, exchange_seconds, send_seconds
 
 POINT_TO_POINT = ("send", "recv", "shift")
+EXCHANGES = ("all_to_all", "all_to_all_v")  # every rank sends to every other one: no ring shares the cards
 
 
 class NetworkTime(Protocol):
@@ -78,6 +79,8 @@ class RatedNetworkTime:
         if message.collective in POINT_TO_POINT:
             return send_seconds(self.machine, message.nbytes, stride)
         nbytes = full_nbytes(message, size)
+        if message.collective in EXCHANGES:
+            return exchange_seconds(self.machine, nbytes, size, stride, self.machine.num_devices)
         times = 2 if message.collective == "all_reduce" else 1
         return times * all_gather_seconds(self.machine, nbytes, size, stride, self.machine.num_devices)
 

@@ -5,7 +5,7 @@ import torch
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward_backward.observed_stage_values import lost_and_error
+from meshwright.engine.forward_backward.observed_codes import lost_and_error
 from meshwright.parallel.compression.activation_compression import ActivationCompression, FlatCodec
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
 from meshwright.plan.strategy_interface import ObservedCodes
