@@ -272,11 +272,16 @@ def test_parameters_that_are_given_end_what_is_under_way_and_sites_are_evaluated
     def body(world: World) -> list[int]:
         executor, found = executor_of(ANALYZED, plan, world), []
         kept = executor.state.strategy_tensors.of("diloco")
+        sums = [each for each in plan.for_rank(world.rank).actions if each.kind == "OUTER_REDUCE"]
+        begun = {each.name for each in sums if each.runs_in(1)}
         for step in range(4):
             if step == 2:
                 with pytest.raises(PlanError, match="evaluate in the middle of a round") as refused:
                     executor.check_sites_agree("evaluate")
                 assert "after step 4" in str(refused.value)
+                assert set(executor.state.carried_works) == begun, "it runs on beside the next step"
+                executor.state_dict()
+                assert not executor.state.carried_works, "a save waits until it has arrived"
             executor.step(samples_of(plan, world.rank, step))
             found.append(int(kept["under_way"].sum()))
         executor.check_sites_agree("evaluate")

@@ -236,9 +236,10 @@ def _mixture(job: Job) -> Iterator[Diagnostic]:
     )
     for name in (item.name for item in fields(data) if vars(data)[item.name] != vars(single)[item.name]):
         fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
-        if name == "streaming":
-            fix = "read the parts from disk (streaming = false), or stream one source"
-        yield Diagnostic(f"{name} = {vars(data)[name]!r} together with a mixture", fix, f"data.{name}")
+        fixes = {"streaming": "read the parts from disk (streaming = false), or stream one source"}
+        yield Diagnostic(
+            f"{name} = {vars(data)[name]!r} together with a mixture", fixes.get(name, fix), f"data.{name}"
+        )
     for i, mixture_part in enumerate(data.mixture):
         if mixture_part.source in ("", "example"):
             text = "the example batch in a mixture" if mixture_part.source else "no data is named"
