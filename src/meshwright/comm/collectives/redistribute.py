@@ -255,12 +255,17 @@ def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 
 def wait_overlapped(work: Work, overlap_fn: OverlapFn) -> None:
+    """Calls `overlap_fn`, then waits for `work`."""
     if overlap_fn is not None:
         overlap_fn()
     work.wait()
 
 
 def stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
+    """Returns the slices of `tensor` along `dim`, one for each rank: [size, .., s, ..], a view.
+
+    Raises PlanError when the dim does not divide.
+    """
     length = tensor.shape[dim]
     if length % group.size:
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
@@ -273,6 +278,7 @@ def stack_slices(tensor: torch.Tensor, group: Group, dim: int, action: str) -> t
 
 
 def concat_slices(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns the slices [size, .., s, ..] concatenated along `dim`: [.., size * s, ..], contiguous."""
     moved = stacked.movedim(0, dim)
     return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
 

@@ -4,7 +4,7 @@ microbatch_forward          the forward of one microbatch, or of one of its stag
 backward_handlers           B, its halves I and W, and reruns: the backward of one block call
 block_redistributions       collectives inside a block, once per tensor
 stage_send_recv             sends and receives between pipeline stages
-observed_codes       what codes of values between stages lose, for the verifier
+observed_codes              what codes of activations lose, for the verifier
 context_parallel_forward    forwards on this rank's tokens of each sample (context parallelism)
 step_rng                    random numbers by global sample
 graph_cut_check             whether the graph is cut at blocks, and whether gradients reach every parameter
