@@ -1,6 +1,6 @@
 """How close a step with states on disk comes to the ideal: reads, steps and writes all beside one another.
 
-A Llama of 51 M parameters on one device in float32, AdamW, 16 tokens a step: 8 bytes per parameter (both
+A Llama of 51 M parameters on one device in float32, AdamW, 32 tokens a step: 8 bytes per parameter (both
 moments) are read and written once a step. Three buffers. In each round, in turn:
 
     streamed    a step with `disk_offload`
@@ -23,12 +23,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
-import transformers
-from torch import nn
 
 from benchmarks.harness.interleaved_timing import LEAST_ROUNDS, Cost, Rounds, Window, interval, measure
 from benchmarks.harness.interleaved_timing import WIDEST_AA as WIDEST
 from benchmarks.harness.result import Result
+from benchmarks.memory.bounded_host import TOKENS, batch_of, llama
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.engine.params.rank_file import RankFile
@@ -48,7 +47,7 @@ CLAIM = (
     "a step with optimizer states on disk takes at most 1.10 x the longer of computing alone, and of reading "
     "and writing alone"
 )
-BAR, TOKENS, VOCABULARY, NUM_BUFFERS = 1.10, 16, 1_000, 3
+BAR, NUM_BUFFERS = 1.10, 3
 FOLDER = "/var/tmp"
 WINDOW, QUICK = Window(20, 40, 240), Window(3, 4, 60, window_s=0.0, threshold=64.0, warmup=1)
 SIZES = {"large": (1024, 2816, 4), "small": (256, 704, 4)}  # hidden, intermediate, layers
@@ -62,28 +61,6 @@ class Transfer:
     begin: int
     nbytes: int
     number: int
-
-
-def llama(size: str) -> nn.Module:
-    """Returns the model."""
-    hidden, inner, layers = SIZES[size]
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    """Returns the samples of every step."""
-    tokens = torch.randint(VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def plan_of(analyzed: AnalyzedModel, folder: str) -> Plan:
@@ -102,7 +79,7 @@ class EngineStep:
     """One configuration: a step of a plan; it notes the seconds before the first read."""
 
     def __init__(self, name: str, engine: Trainer) -> None:
-        self.name, self._engine, self._batch = name, engine, batch()
+        self.name, self._engine, self._batch = name, engine, batch_of(0)
 
     def step(self) -> Cost:
         """Runs a step."""
@@ -180,7 +157,7 @@ def ideals(rounds: Rounds) -> list[float]:
 
 def measured(size: str, window: Window) -> tuple[Rounds, list[Transfer]]:
     """Returns the rounds of the model of `size`, and the reads and writes of a step."""
-    analyzed = analyze(lambda: llama(size), batch())
+    analyzed = analyze(lambda: llama(SIZES[size]), batch_of(0))
     plans = {name: plan_of(analyzed, folder) for name, folder in _folders().items()}
     engines = {
         name: parallelize(analyzed, plan, world=single_rank_world(torch.device("cpu")))

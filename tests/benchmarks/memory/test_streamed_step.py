@@ -2,13 +2,14 @@
 
 from benchmarks.harness.interleaved_timing import Cost, Rounds
 from benchmarks.memory import streamed_step
-from benchmarks.memory.streamed_step import FOLDER, NUM_BUFFERS, batch, ideals, llama, plan_of, transfers_of
+from benchmarks.memory.bounded_host import batch_of, llama
+from benchmarks.memory.streamed_step import FOLDER, NUM_BUFFERS, SIZES, ideals, plan_of, transfers_of
 from meshwright.api import analyze
 from meshwright.planner.program_cost.rank_memory import state_bytes
 
 
 def test_every_record_is_read_and_written_once():
-    plan = plan_of(analyze(lambda: llama("small"), batch()), FOLDER)
+    plan = plan_of(analyze(lambda: llama(SIZES["small"]), batch_of(0)), FOLDER)
     transfers = transfers_of(plan)
     for writes in (False, True):
         places = sorted((each.begin, each.nbytes) for each in transfers if each.writes is writes)
