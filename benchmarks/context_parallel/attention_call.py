@@ -193,7 +193,9 @@ class AttentionRank:
             sharding=sharding_plan, view=RankView(sharding_plan, world.mesh.coordinate(world.rank))
         )
         self._world, self._call = world, call
-        state: Any = SimpleNamespace(world=world, current_action="", plan=plan, sequence_runner=self)
+        state: Any = SimpleNamespace(
+            world=world, current_action="", plan=plan, sequence_runner=self, activation_codecs={}
+        )
         state.collectives = BlockCollectives(state)
         self._state = state
         self._attention_fn: Callable[[ShardedAttentionCall], torch.Tensor] | None = None

@@ -12,6 +12,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.plan.strategy_interface import Strategy
 
 ROUNDINGS = ("nearest", "nearest", "stochastic")
@@ -30,7 +31,7 @@ OPTIONS: Mapping[str, Callable[[Random], dict[str, object]]] = MappingProxyType(
 def with_compression(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns `strategies` with gradient compression, where gradients are summed on all ranks."""
     axes = [each.axis for each in strategies if isinstance(each, BatchSplit) and each.axis != "ep"]
-    if not axes or any(isinstance(each, DataParallelMaster) for each in strategies):
+    if not axes or any(isinstance(each, (DataParallelMaster, ParameterServer)) for each in strategies):
         return tuple(strategies)
     mode = rng.choice([each for each in STRATEGIES["compress"] if each in OPTIONS])
     options = OPTIONS[mode](rng)

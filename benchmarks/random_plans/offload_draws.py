@@ -17,6 +17,7 @@ from meshwright.parallel.memory.tiers.activation_offload import ActivationOffloa
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.strategy_interface import Strategy
 
@@ -36,8 +37,8 @@ def with_offloads(seed: str, strategies: Sequence[Strategy]) -> tuple[Strategy, 
 
 
 def with_states_offload(rng: Random, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Returns `strategies` with offload in one of its modes; without it beside data_parallel_master."""
-    if any(isinstance(each, DataParallelMaster) for each in strategies):
+    """Returns `strategies` with offload in one of its modes; without it where ranks step for others."""
+    if any(isinstance(each, (DataParallelMaster, ParameterServer)) for each in strategies):
         return tuple(strategies)
     modes = [Offload(prefetch=rng.choice((0, 1, 3))), Offload(step_on="host")]
     stages = [each.stage for each in strategies if isinstance(each, ZeRO) and not each.replicate_axis]

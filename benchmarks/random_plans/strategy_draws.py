@@ -173,10 +173,10 @@ def _zero(rng: Random, axis: str, replicate_axis: str, stage: int) -> Strategy:
 
 
 def with_servers(rng: Random, mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Returns `strategies`, in many plans with servers in place of ddp, unless states rest on the host."""
+    """Returns `strategies`, in some plans with servers in place of ddp, unless states rest on the host."""
     ddp = [each for each in strategies if isinstance(each, DDP)]
     is_offloaded = any(each.name in ("offload", "disk_offload") for each in strategies)
-    if len(ddp) != 1 or is_offloaded or rng.random() < 0.4:
+    if len(ddp) != 1 or is_offloaded or rng.random() < 0.7:
         return tuple(strategies)
     server = ParameterServer(ddp[0].axis, rng.randint(1, min(2, mesh.size(ddp[0].axis))))
     return tuple(server if isinstance(each, DDP) else each for each in strategies)
