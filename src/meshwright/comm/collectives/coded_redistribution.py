@@ -104,19 +104,14 @@ class CodedRedistribution:
 
         arranged = parts(tensor).contiguous()
         rows = size if part_dim is None else size * arranged.shape[1]
-        codes = self._encode_rows(arranged.view(rows, -1), lambda index: parts(index).reshape(rows, -1))
-        arrived = torch.empty_like(codes)
-        work = self.group.all_to_all(arrived, codes, action=self.action)
-        wait_overlapped(work, self.overlap_fn)
+        arrived = self._send_slices(arranged.view(rows, -1), lambda index: parts(index).reshape(rows, -1))
         found = torch.empty_like(arranged)
         for each, piece in zip(arrived, found.view(rows, -1), strict=True):
             self._decode(each, piece)
         return found if part_dim is None else found.movedim(1, part_dim + 1)
 
     def _exchange_summands(self, tensor: torch.Tensor) -> torch.Tensor:
-        codes = self._encode(tensor.contiguous(), lambda index: index)
-        arrived = codes.new_empty(self.group.size, len(codes))
-        wait_overlapped(self.group.all_gather(arrived, codes, action=self.action), self.overlap_fn)
+        arrived = self._gather_codes(tensor.contiguous(), lambda index: index, self.overlap_fn)
         return self._sum(arrived, tensor.numel(), tensor).view(tensor.shape)
 
     def _all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +131,9 @@ class CodedRedistribution:
     def _send_slices(
         self, slices: torch.Tensor, places: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Sends slice i of `slices` to rank i as codes; returns the codes that arrive, [ranks, bytes]."""
+        """Sends slice i of `slices`, or an equal number of them, to rank i as codes; returns the codes that
+        arrive, [slices, bytes].
+        """
         codes = self._encode_rows(slices, places)
         arrived = torch.empty_like(codes)
         wait_overlapped(self.group.all_to_all(arrived, codes, action=self.action), self.overlap_fn)
@@ -150,6 +147,15 @@ class CodedRedistribution:
             [self._encode(row, lambda index, at=at: places(index)[at]) for at, row in enumerate(rows)]
         )
 
+    def _gather_codes(
+        self, values: torch.Tensor, places: Callable[[torch.Tensor], torch.Tensor], overlap_fn: OverlapFn
+    ) -> torch.Tensor:
+        """Returns the codes of all ranks' `values`, [ranks, bytes]; `overlap_fn()` is called meanwhile."""
+        codes = self._encode(values, places)
+        arrived = codes.new_empty(self.group.size, len(codes))
+        wait_overlapped(self.group.all_gather(arrived, codes, action=self.action), overlap_fn)
+        return arrived
+
     def _gather(
         self,
         values: torch.Tensor,
@@ -161,10 +167,7 @@ class CodedRedistribution:
         """Returns what the codes of all ranks' `values` say, [ranks, *shape]; `has_first`: this is the first
         message.
         """
-        codes = self._encode(values, places)
-        arrived = codes.new_empty(self.group.size, len(codes))
-        work = self.group.all_gather(arrived, codes, action=self.action)
-        wait_overlapped(work, self.overlap_fn if has_first else None)
+        arrived = self._gather_codes(values, places, self.overlap_fn if has_first else None)
         gathered = values.new_empty(self.group.size, *values.shape, dtype=dtype)
         for each, piece in zip(arrived, gathered, strict=True):
             self._decode(each, piece)
@@ -215,7 +218,7 @@ def coded_messages(
         case "all_to_all":
             num_parts = max(num_parts, num_ranks)
             return (("all_to_all", num_parts * code_nbytes(numel // num_parts)),)
-        case "all_gather" | "shift":
+        case "all_gather":
             return ((collective, code_nbytes(numel)),)
         case _:
             return ()

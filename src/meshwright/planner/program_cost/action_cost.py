@@ -84,6 +84,7 @@ class ActionCosts:
     def __init__(self, plan: Plan, rank: int, target: ExecutionTarget) -> None:
         self._plan, self._rank, self.target = plan, rank, target
         self._view = plan.rank_view(rank)
+        self._lossy = [each for each in plan.strategies if not each.exact]  # no other one codes anything
         self._num_samples = plan.micro_batch
         memory = plan.model_spec.memory
         self._model_ops: ModelOps | None = None if memory is None else memory.ops
@@ -115,7 +116,7 @@ class ActionCosts:
 
     def coding_seconds(self, action: Action) -> float | None:
         """Returns the seconds in which the rank codes and decodes what `action` sends; None: unknown."""
-        passes = [each.coding_passes(action, self._view) for each in self._plan.strategies]
+        passes = [each.coding_passes(action, self._view) for each in self._lossy]
         found = [
             self.target.device_time.coding_seconds(name, numel)
             for each in passes

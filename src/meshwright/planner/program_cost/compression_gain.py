@@ -58,11 +58,12 @@ def _sum_notes(plan: Plan, target: ExecutionTarget) -> Iterator[str]:
 
 def _unknown_passes(plan: Plan, target: ExecutionTarget) -> list[str]:
     """Returns what codes weights and activations of `plan` and has no known seconds."""
+    lossy = [each for each in plan.strategies if not each.exact]  # no other one codes anything
     found = {
         name
         for role in plan.role_plans()
-        for action in role.actions
-        for strategy in plan.strategies
+        for action in (role.actions if lossy else ())
+        for strategy in lossy
         for name in strategy.coding_passes(action, role.view)
         if name != strategy.mode
     }
