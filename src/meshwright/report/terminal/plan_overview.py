@@ -40,7 +40,6 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
     busiest_rank,
     expected_text,
     fullest_rank,
-    servers_text,
 )
 from meshwright.report.terminal.prediction import (
     CATEGORY_TEXTS,
@@ -258,7 +257,6 @@ class PlanOverview:
                 for what, how, number, nbytes in rows
             ],
         )
-        yield from (Text(f"  {text}") for text in servers_text(self.plan).values())
 
     def _step_bars(self) -> Iterator[RenderableType]:
         if self.prediction is None:
