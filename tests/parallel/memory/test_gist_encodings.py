@@ -74,8 +74,13 @@ def test_views_of_a_result_are_encoded_with_it():
     assert len(kept) == 1
 
 
+@pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 8)], ids=str)
-def test_every_bit_of_a_result_comes_back(shape: tuple[int, ...]):
+def test_every_bit_of_a_result_comes_back(
+    shape: tuple[int, ...], in_c: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not in_c:
+        monkeypatch.setattr(gist_encodings.marked_elements, "can_take", lambda tensor: False)
     result = torch.randn(shape).relu()
     result.view(-1)[:4] = torch.tensor([0.0, -0.0, float("nan"), float("inf")])
     encoded = ReluResult(result.shape, result.stride(), result.dtype)

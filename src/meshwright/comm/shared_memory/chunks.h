@@ -10,6 +10,7 @@
  */
 #include "counter.h"
 #include "codes.h"
+#include "marked.h"
 #include "sums.h"
 
 enum { DEPTH = 16, SLOT = 1 << 16, AREA = 1 << 20, FAR = 1 << 20 };

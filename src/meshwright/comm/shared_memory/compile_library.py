@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).parent
-SOURCE_FILES = ("memory.c", "chunks.h", "sums.h", "codes.h", "counter.h")
+SOURCE_FILES = ("memory.c", "chunks.h", "sums.h", "codes.h", "marked.h", "counter.h")
 COMPILERS = ("cc", "gcc", "clang")
 # without fused products: codes have the same bits on every processor, and as torch computes them
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
@@ -41,6 +41,8 @@ SIGNATURES = {  # memory.c: what goes in, what comes out
     "shared_leave": ((POINTER,), None),
     "int8_encode": ((POINTER, UINT64, POINTER, POINTER), None),
     "int8_decode": ((POINTER, POINTER, UINT64, POINTER, ctypes.c_int), None),
+    "take_marked": ((POINTER, POINTER, UINT64, ctypes.c_int, POINTER), None),
+    "put_marked": ((POINTER, POINTER, UINT64, ctypes.c_int, POINTER), None),
 }
 
 
@@ -65,6 +67,16 @@ def load_library() -> ctypes.CDLL:
         function = getattr(library, name)  # kept by the library; library[name] is new each time
         function.argtypes, function.restype = given, returned
     return library
+
+
+@functools.cache
+def has_library() -> bool:
+    """Returns whether there is a library that can be loaded."""
+    try:
+        load_library()
+    except SharedMemoryUnavailable:
+        return False
+    return True
 
 
 @functools.cache

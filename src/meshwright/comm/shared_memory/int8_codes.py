@@ -4,16 +4,14 @@ Where there is no C library (another system, no compiler), or for tensors of oth
 then torch computes the same bits, in about six times the time.
 """
 
-from functools import cache
-
 import torch
 
-from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
+from meshwright.comm.shared_memory.compile_library import has_library, load_library
 
 
 def can_code(values: torch.Tensor) -> bool:
     """Returns whether `encode` and `decode` take `values`."""
-    return type(values) is torch.Tensor and values.is_cpu and values.dtype == torch.float32 and _has_library()
+    return type(values) is torch.Tensor and values.is_cpu and values.dtype == torch.float32 and has_library()
 
 
 def encode(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
@@ -29,12 +27,3 @@ def decode(scales: torch.Tensor, codes: torch.Tensor, values: torch.Tensor, *, a
     load_library().int8_decode(
         scales.data_ptr(), codes.data_ptr(), values.numel(), values.data_ptr(), int(add)
     )
-
-
-@cache
-def _has_library() -> bool:
-    try:
-        load_library()
-    except SharedMemoryUnavailable:
-        return False
-    return True

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from meshwright.comm.shared_memory import marked_elements
+
 _RELU = {F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 _SQUARE = {torch.square, torch.Tensor.square}
 _POWER = {torch.pow, torch.Tensor.pow, torch.Tensor.__pow__}
@@ -33,13 +35,16 @@ Packed = Callable[[], torch.Tensor] | torch.Tensor
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """Returns a bool tensor as bits, 8 to a byte, padded with zeros: uint8 [ceil(numel / 8)]."""
+    """Returns a bool tensor as bits, 8 to a byte, the first in its lowest, padded with zeros: uint8
+    [ceil(numel / 8)].
+    """
     flat = mask.flatten().view(torch.uint8)
     if _is_on_cpu(flat):
-        return torch.from_numpy(np.packbits(flat.numpy())).clone()  # memory that torch counts
+        bits = np.packbits(flat.numpy(), bitorder="little")
+        return torch.from_numpy(bits).clone()  # memory that torch counts
     bits = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
-    packed = bits[:, 0].clone()
-    for place in range(1, 8):
+    packed = bits[:, 7].clone()
+    for place in range(6, -1, -1):
         packed.mul_(2).add_(bits[:, place])
     return packed
 
@@ -47,9 +52,9 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Returns the bool tensor of `shape` that `pack_bits` packed."""
     if _is_on_cpu(packed):
-        flat = torch.from_numpy(np.unpackbits(packed.numpy(), count=shape.numel()))
+        flat = torch.from_numpy(np.unpackbits(packed.numpy(), count=shape.numel(), bitorder="little"))
     else:
-        shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
         flat = packed.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1).flatten()[: shape.numel()]
     return flat.view(torch.bool).view(shape)
 
@@ -104,7 +109,11 @@ class ReluResult:
         bits = pack_bits(mask)
         same = self.passes is not None and _are_equal(bits, self.passes)
         self.nonzero = self.passes if same else bits
-        self.values = result.flatten().index_select(0, _places(mask))
+        flat = result.flatten()
+        if marked_elements.can_take(flat):
+            self.values = marked_elements.take(flat, bits, int(np.count_nonzero(mask.numpy())))
+        else:
+            self.values = flat.index_select(0, _places(mask))
         return len(self.values)
 
     def signs(self) -> torch.Tensor:
@@ -117,6 +126,9 @@ class ReluResult:
         """Returns the result."""
         if self.nonzero is None or self.values is None:
             raise RuntimeError("the values of this result were not kept: call keep_values in the forward")
+        if marked_elements.can_take(self.values):
+            flat = marked_elements.put(self.values, self.nonzero, self.shape.numel())
+            return self._strided(flat.view(self.shape))
         mask = unpack_bits(self.nonzero, self.shape)
         flat = self.values.new_zeros(self.shape.numel())
         places = _places(mask, len(self.values))
