@@ -11,7 +11,8 @@ layer each. In each round, in turn:
     ideal = max(step in memory, what comes before the first read + disk alone)
     ratio = streamed / ideal                                     bar: 1.10; wall seconds, medians of rounds
 
-A second instance of the streamed step, the twin, shows the noise. What the disk itself gives is printed too.
+A second instance of the streamed step, the twin, shows the noise. A step in memory comes before each of the
+three that use the disk, in rounds of either order: a disk that has just written is slower.
 
     python -m benchmarks.memory.streamed_step            four minutes, on a quiet machine
     python -m benchmarks.memory.streamed_step --quick    a small model, few rounds; writes nothing
@@ -167,7 +168,10 @@ def measured(size: str, window: Window) -> tuple[Rounds, list[Transfer]]:
     transfers = transfers_of(plans["streamed"])
     disk = DiskAlone(transfers, FOLDER)
     try:
-        return measure([*(EngineStep(*each) for each in engines.items()), disk], window), transfers
+        rests = [EngineStep(name, engines["in memory"]) for name in ("in memory", "rest", "last rest")]
+        streamed, twin = (EngineStep(name, engines[name]) for name in ("streamed", "twin"))
+        order = [rests[0], streamed, rests[1], twin, rests[2], disk]
+        return measure(order, window), transfers
     finally:
         disk.close()
         for engine in engines.values():
