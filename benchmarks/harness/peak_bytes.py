@@ -21,13 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 class PeakLive(TorchDispatchMode):
     """While active, `now` are the live bytes of `known` and of all tensors made since, and `peak` is their
-    maximum.
+    maximum, without the storages of `on_disk`, mapped files.
 
     Raises MemoryError as soon as more than `limit` bytes live; 0: no limit.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = (), limit: int = 0) -> None:
+    def __init__(
+        self, known: Iterable[torch.Tensor] = (), limit: int = 0, on_disk: Iterable[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
+        self._on_disk = {each.untyped_storage()._cdata: each for each in on_disk}
         self.now = self.peak = 0
         self.limit = limit
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -52,6 +55,8 @@ class PeakLive(TorchDispatchMode):
 
     def _count_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
+        if storage._cdata in self._on_disk:
+            return
         before = self._live.get(storage._cdata)
         if before is None or before[0].expired():
             self.now += storage.nbytes() - (before[1] if before else 0)

@@ -182,7 +182,8 @@ def plan_step(rank: int, size: int, plan: str, store: str) -> Callable[[], objec
     engine = parallelize(*analyze_and_plan(case), world=world)
     batch = engine.local_batch(batch_of(case.family))
     module = engine.executor.state.trained_module.module
-    with PeakLive([*module.parameters(), *module.buffers()]) as live:
+    files = [file.tensor for file in engine.executor._files]
+    with PeakLive([*module.parameters(), *module.buffers()], on_disk=files) as live:
         for _ in range(WARMUP_STEPS):
             live.reset_peak()
             engine.step(batch)

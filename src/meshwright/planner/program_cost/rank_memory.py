@@ -146,8 +146,10 @@ def fullest_host(plan: Plan, ranks_per_host: int, tier: MemoryTier = "host") -> 
 
 
 def nbytes_of_ranks(plan: Plan, ranks: Iterable[int], tiers: Sequence[MemoryTier] = ("host",)) -> int:
-    """Returns the bytes that `ranks` of `plan` hold in `tiers` together, each rank and tier at its peak."""
-    return sum(peak_nbytes(plan, rank, tier) for rank in ranks for tier in tiers)
+    """Returns the bytes that `ranks` of `plan` hold in `tiers`, which are one memory, each rank at its
+    peak.
+    """
+    return sum(sum(peak_nbytes_by_category(plan, rank, *tiers).values()) for rank in ranks)
 
 
 def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
@@ -157,17 +159,18 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
 
 
 def peak_nbytes_by_category(
-    plan: Plan, rank: int, tier: MemoryTier = "device", *, at_most: bool = False
+    plan: Plan, rank: int, *tiers: MemoryTier, at_most: bool = False
 ) -> dict[str, int]:
-    """Returns the bytes of `peak_nbytes` by category, without those that are zero.
+    """Returns the bytes of `peak_nbytes` by category, without those that are zero: of the device, or of
+    `tiers`. Several of them are one memory, as device and host are on a CPU.
 
     The categories are parameters, master, optimizer_states, strategy_states, gradients, buffers, activations,
     and optimizer: the temporaries of STEP.
     """
-    rank_plan = plan.for_rank(rank)
+    rank_plan, tiers = plan.for_rank(rank), tiers or ("device",)
     groups, peak = list(group_states(plan.job, rank_plan.view)), Counter[str]()
-    states = _state_bytes(rank_plan, groups, tier)
-    steps_here = plan.sharding.tiers.step == tier
+    states = [_state_bytes(rank_plan, groups, tier) for tier in tiers]
+    steps_here = plan.sharding.tiers.step in tiers
     update = max(
         (
             param_update_nbytes(plan.job, *pair)
@@ -177,20 +180,20 @@ def peak_nbytes_by_category(
         ),
         default=0,
     )
-    if tier == "host" and plan.sharding.tiers.optimizer_states == "disk":  # the first step makes them there
+    if "host" in tiers and plan.sharding.tiers.optimizer_states == "disk":  # the first step makes them there
         update += max((each.state_nbytes for each in groups), default=0)
     transient_names = {
         allocation.name
         for action in rank_plan.actions
         if _is_transient(action)
         for allocation in action.allocations
-        if allocation.tier == tier and not is_activation_buffer(allocation.name)
+        if allocation.tier in tiers and not is_activation_buffer(allocation.name)
     }
     persistent = {
         allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
         for action in rank_plan.actions
         for allocation in action.allocations
-        if allocation.name not in transient_names and allocation.tier == tier
+        if allocation.name not in transient_names and allocation.tier in tiers
     }
     live: dict[str, int] = {}
     for action in rank_plan.actions:
@@ -209,15 +212,10 @@ def peak_nbytes_by_category(
     for name, nbytes in persistent.items():
         peak["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
     peak["buffers"] += cast_nbytes(plan.job, groups) if steps_here else 0
-    peak["buffers"] += states.buffers if tier == "disk" else 0
-    by_category = {
-        "parameters": states.parameters,
-        "master": states.master,
-        "optimizer_states": states.optimizer_states,
-        "strategy_states": states.strategy_states,
-    }
+    peak["buffers"] += sum(each.buffers for tier, each in zip(tiers, states, strict=True) if tier == "disk")
+    kept = ("parameters", "master", "optimizer_states", "strategy_states")
     found = {
-        **by_category,
+        **{name: sum(each.as_dict()[name] for each in states) for name in kept},
         **{name: peak[name] for name in ("gradients", "buffers", "activations", "optimizer")},
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
