@@ -80,7 +80,7 @@ def test_every_bit_of_a_result_comes_back(
     shape: tuple[int, ...], in_c: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not in_c:
-        monkeypatch.setattr(gist_encodings.marked_elements, "can_take", lambda tensor: False)
+        monkeypatch.setattr(gist_encodings.marked_elements, "can_mark", lambda tensor: False)
     result = torch.randn(shape).relu()
     result.view(-1)[:4] = torch.tensor([0.0, -0.0, float("nan"), float("inf")])
     encoded = ReluResult(result.shape, result.stride(), result.dtype)
@@ -106,13 +106,27 @@ def test_bytes_are_a_bit_per_element_and_the_values_that_are_not_zero():
     assert other.nbytes == 2 * -(-143 // 8) + 4 * (int((result != 0).sum()) + 1)
 
 
-def test_bits_are_packed_alike_on_all_devices(monkeypatch: pytest.MonkeyPatch):
-    mask = torch.rand(3, 7) < 0.5
-    on_cpu = pack_bits(mask)
-    monkeypatch.setattr(gist_encodings, "_is_on_cpu", lambda tensor: False)
-    elsewhere = pack_bits(mask)
-    assert torch.equal(on_cpu, elsewhere)
-    assert torch.equal(unpack_bits(elsewhere, mask.shape), mask)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_c_and_torch_keep_the_same_bytes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    result = torch.randn(37).relu().to(dtype)
+    result[:6] = torch.tensor([-0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-7]).to(
+        dtype
+    )
+    kept = []
+    for in_c in (True, False):
+        if not in_c:
+            monkeypatch.setattr(gist_encodings.marked_elements, "can_mark", lambda tensor: False)
+        encoded = ReluResult(result.shape, result.stride(), result.dtype)
+        encoded.keep_sign(result)
+        encoded.keep_values(result)
+        kept.append((encoded.passes, encoded.nonzero, encoded.values, encoded.signs(), encoded.decoded()))
+    for one, other in zip(*kept, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_bits_are_unpacked_as_they_were_packed():
+    mask = torch.rand(21) < 0.5
+    assert torch.equal(unpack_bits(pack_bits(mask), 21), mask)
 
 
 @pytest.mark.parametrize("kernel", [(2, 2), (3, 2)])

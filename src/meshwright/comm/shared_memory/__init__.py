@@ -20,7 +20,7 @@ Linux, or across hosts, all ranks of a group agree on gloo, and log the reason.
     segment                one shared memory segment, seen from one rank
     handshake              how the ranks of a group agree to share a segment, or that they cannot
     int8_codes             codes of one byte in C, for parallel/compression
-    marked_elements        the elements that a bit marks, in C, for parallel/memory
+    marked_elements        elements that a bit marks, in C, for parallel/memory
     compile_library        compiles the C part (memory.c, chunks.h, sums.h, codes.h, marked.h,
                            counter.h) on first use
 """

@@ -41,8 +41,9 @@ SIGNATURES = {  # memory.c: what goes in, what comes out
     "shared_leave": ((POINTER,), None),
     "int8_encode": ((POINTER, UINT64, POINTER, POINTER), None),
     "int8_decode": ((POINTER, POINTER, UINT64, POINTER, ctypes.c_int), None),
+    "mark_elements": ((POINTER, UINT64, ctypes.c_int, UINT64, POINTER), UINT64),
     "take_marked": ((POINTER, POINTER, UINT64, ctypes.c_int, POINTER), None),
-    "put_marked": ((POINTER, POINTER, UINT64, ctypes.c_int, POINTER), None),
+    "put_marked": ((POINTER, UINT64, POINTER, UINT64, ctypes.c_int, POINTER), None),
 }
 
 

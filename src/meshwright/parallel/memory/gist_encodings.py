@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,9 +38,6 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     [ceil(numel / 8)].
     """
     flat = mask.flatten().view(torch.uint8)
-    if _is_on_cpu(flat):
-        bits = np.packbits(flat.numpy(), bitorder="little")
-        return torch.from_numpy(bits).clone()  # memory that torch counts
     bits = F.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
     packed = bits[:, 7].clone()
     for place in range(6, -1, -1):
@@ -49,37 +45,10 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Returns the bool tensor of `shape` that `pack_bits` packed."""
-    if _is_on_cpu(packed):
-        flat = torch.from_numpy(np.unpackbits(packed.numpy(), count=shape.numel(), bitorder="little"))
-    else:
-        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        flat = packed.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1).flatten()[: shape.numel()]
-    return flat.view(torch.bool).view(shape)
-
-
-def _is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether numpy can work on the tensor: it compares, packs and searches 5 times faster than torch."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
-
-
-def _passes(result: torch.Tensor) -> torch.Tensor:
-    """Returns where ReLU's gradient passes: where `result` is not <= 0, so also where it is no number."""
-    if _is_on_cpu(result) and result.itemsize > 2:  # numpy has no bfloat16
-        mask = np.less_equal(result.detach().numpy(), 0)
-        return torch.from_numpy(np.logical_not(mask, out=mask))
-    return (result <= 0).logical_not_()
-
-
-def _has_bits(result: torch.Tensor) -> torch.Tensor:
-    """Returns where `result` is anything but +0."""
-    bits = result.view(_BITS[result.itemsize])
-    return torch.from_numpy(np.not_equal(bits.numpy(), 0)) if _is_on_cpu(bits) else bits != 0
-
-
-def _are_equal(bits: torch.Tensor, others: torch.Tensor) -> bool:
-    return _is_on_cpu(bits) and np.array_equal(bits.numpy(), others.numpy())
+def unpack_bits(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """Returns the flat bool tensor of `numel` elements that `pack_bits` packed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return packed.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and_(1).flatten()[:numel].view(torch.bool)
 
 
 @dataclass
@@ -92,6 +61,7 @@ class ReluResult:
     passes: torch.Tensor | None = None  # bits: where the gradient passes
     nonzero: torch.Tensor | None = None  # bits: where a value is kept
     values: torch.Tensor | None = None
+    is_in_c: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -100,19 +70,24 @@ class ReluResult:
         return sum(each.nbytes for each in parts.values())
 
     def keep_sign(self, result: torch.Tensor) -> None:
-        """Keeps what the backward of ReLU needs."""
-        self.passes = pack_bits(_passes(result))
+        """Keeps what the backward of ReLU needs: whether a gradient passes, so whether it is not <= 0."""
+        self.is_in_c = marked_elements.can_mark(result)
+        if self.is_in_c:
+            self.passes = marked_elements.mark_positive(result.flatten())
+        else:
+            self.passes = pack_bits((result <= 0).logical_not_())
 
     def keep_values(self, result: torch.Tensor) -> int:
         """Keeps every bit of `result`; returns the number of values that this takes."""
-        mask = _has_bits(result)
-        bits = pack_bits(mask)
-        same = self.passes is not None and _are_equal(bits, self.passes)
-        self.nonzero = self.passes if same else bits
-        flat = result.flatten()
-        if marked_elements.can_take(flat):
-            self.values = marked_elements.take(flat, bits, int(np.count_nonzero(mask.numpy())))
+        flat, self.is_in_c = result.flatten(), marked_elements.can_mark(result)
+        if self.is_in_c:
+            bits, number = marked_elements.mark_nonzero(flat)
+            same = self.passes is not None and torch.equal(bits, self.passes)
+            self.nonzero = self.passes if same else bits
+            self.values = marked_elements.take(flat, bits, number)
         else:
+            mask = flat.view(_BITS[flat.itemsize]) != 0
+            self.nonzero = pack_bits(mask)
             self.values = flat.index_select(0, _places(mask))
         return len(self.values)
 
@@ -120,21 +95,27 @@ class ReluResult:
         """Returns 0 and 1 in place of the result, of which the backward of ReLU needs the sign."""
         if self.passes is None:
             raise RuntimeError("the signs of this result were not kept: call keep_sign in the forward")
-        return self._strided(unpack_bits(self.passes, self.shape).view(torch.uint8).to(self.dtype))
+        numel = self.shape.numel()
+        if self.is_in_c:
+            flat = marked_elements.put_ones(self.passes, numel, self.dtype)
+        else:
+            flat = unpack_bits(self.passes, numel).view(torch.uint8).to(self.dtype)
+        return self._strided(flat)
 
     def decoded(self) -> torch.Tensor:
         """Returns the result."""
         if self.nonzero is None or self.values is None:
             raise RuntimeError("the values of this result were not kept: call keep_values in the forward")
-        if marked_elements.can_take(self.values):
-            flat = marked_elements.put(self.values, self.nonzero, self.shape.numel())
-            return self._strided(flat.view(self.shape))
-        mask = unpack_bits(self.nonzero, self.shape)
-        flat = self.values.new_zeros(self.shape.numel())
-        places = _places(mask, len(self.values))
-        return self._strided(flat.scatter_(0, places, self.values).view(self.shape))
+        numel = self.shape.numel()
+        if self.is_in_c:
+            flat = marked_elements.put(self.values, self.nonzero, numel)
+        else:
+            places = _places(unpack_bits(self.nonzero, numel), len(self.values))
+            flat = self.values.new_zeros(numel).scatter_(0, places, self.values)
+        return self._strided(flat)
 
-    def _strided(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _strided(self, flat: torch.Tensor) -> torch.Tensor:
+        tensor = flat.view(self.shape)
         if tensor.stride() == self.stride:
             return tensor
         return torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(
@@ -149,8 +130,6 @@ def _places(mask: torch.Tensor, number: int | None = None) -> torch.Tensor:
     flat = mask.flatten()
     if isinstance(flat, FakeTensor):
         return flat.new_zeros(flat.numel() // 2, dtype=torch.int64)
-    if _is_on_cpu(flat):
-        return torch.from_numpy(np.flatnonzero(flat.numpy()))
     return (flat.nonzero() if number is None else flat.nonzero_static(size=number)).squeeze(1)
 
 
