@@ -4,7 +4,9 @@ greedy     blocks with most operations per byte are kept, as many as fit; CPU se
            budget over those of greedy, at most as many measured peak bytes (bar: 1)
 torch      torch.compile with `activation_memory_budget` (min-cut partitioner, kernels not fused, so that
            both sides run the same ones); each side over its own step that keeps everything, at most as many
-           measured bytes between forward and backward (bar: the quotient of both is 1)
+           measured peak bytes (bar: the quotient of both is 1)
+
+Peak bytes are those that torch's CPU allocator gave out within a step and has not got back, on all sides.
 
 What it chooses equals trying everything (`memory_budget`).
 
@@ -17,19 +19,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.interleaved_timing import Cost, Interval, Verdict, Window, interval, measure, overall
-from benchmarks.harness.peak_bytes import PeakLive
 from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.memory_budget import MemoryBudget
@@ -79,38 +81,15 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch
 
 
 class Step:
-    """One configuration: a step of a plan; its loss notes the live bytes."""
+    """One configuration: a step of a plan."""
 
     def __init__(self, name: str, analyzed: AnalyzedModel, plan: Plan, batch: Batch) -> None:
-        self.name, self._batch, self._at_loss = name, dict(batch), 0
-        self._live: PeakLive | None = None
-        world = single_rank_world(torch.device("cpu"))
-        self._engine = parallelize(analyzed, plan, world=world, loss=self._noting_loss())
+        self.name, self._batch = name, dict(batch)
+        self._engine = parallelize(analyzed, plan, world=single_rank_world(torch.device("cpu")))
 
     def step(self) -> Cost:
         """Runs a step."""
         return _timed(lambda: self._engine.step(self._batch))
-
-    def live_nbytes(self) -> tuple[int, int]:
-        """Returns the live bytes between forward and loss, and the peak, beyond those before the forward."""
-        gc.collect()
-        with PeakLive() as live:
-            self._engine.step(self._batch)  # makes everything known that stays
-            before, self._live = live.now, live
-            live.reset_peak()
-            self._engine.step(self._batch)
-            self._live = None
-        return self._at_loss - before, live.peak - before
-
-    def _noting_loss(self) -> Loss:
-        loss = token_cross_entropy()
-
-        def total(outputs: Any, batch: Batch) -> torch.Tensor:
-            if self._live is not None:
-                self._at_loss = self._live.now
-            return loss.total(outputs, batch)
-
-        return Loss(total, loss.count, loss.targets)
 
 
 class TorchStep:
@@ -130,29 +109,24 @@ class TorchStep:
         with torch._functorch.config.patch(activation_memory_budget=self._budget):
             return _timed(self._step)
 
-    def held_nbytes(self) -> int:
-        """Returns the bytes that autograd holds between forward and backward, without weights and inputs."""
-        known = [*self._model.parameters(), *self._model.buffers(), *self._batch.values()]
-        ids = {each.untyped_storage()._cdata for each in known}
-        found: dict[int, int] = {}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in ids:
-                found[storage._cdata] = storage.nbytes()
-            return tensor
-
-        with (
-            torch._functorch.config.patch(activation_memory_budget=self._budget),  # hooks compile once more
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            self._step()
-        return sum(found.values())
-
     def _step(self) -> None:
         self._compiled(**self._batch).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+def peak_nbytes(configuration: Step | TorchStep) -> int:
+    """Returns the peak bytes of a step, after one that makes what stays."""
+    configuration.step()
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        configuration.step()
+    recorded = profiler.profiler.kineto_results if profiler.profiler else None
+    if recorded is None:
+        raise RuntimeError("the profiler recorded nothing")
+    events = [each for each in recorded.events() if each.name() == "[memory]"]
+    ordered = sorted(events, key=lambda each: each.start_ns())
+    return max(accumulate(each.nbytes() for each in ordered))  # pyrefly: ignore[missing-attribute]
 
 
 def _timed(run: Callable[[], object]) -> Cost:
@@ -204,14 +178,14 @@ class Subject:
                 recomputed.remove(call)
         return ActivationCheckpointing(blocks=tuple(recomputed) or ("*",))
 
-    def largest_budget(self, nbytes: int, which: int, tries: int) -> MemoryBudget:
-        """Returns the budget with at most `nbytes` measured: held (`which` 0), or at the peak (1)."""
+    def largest_budget(self, nbytes: int, tries: int) -> MemoryBudget:
+        """Returns the largest budget that was found to take at most `nbytes` at the measured peak."""
         low, high = self.planned_nbytes(MemoryBudget()), self.planned_nbytes()
         best = MemoryBudget()
         for _ in range(tries):
             middle = (low + high) / 2
             budget = MemoryBudget(budget_mb=1.05 * middle / MIB)
-            if self.step("tried", budget).live_nbytes()[which] <= nbytes:
+            if peak_nbytes(self.step("tried", budget)) <= nbytes:
                 best, low = budget, middle
             else:
                 high = middle
@@ -225,12 +199,12 @@ def against_greedy(name: str, window: Window, tries: int) -> list[dict[str, Any]
     for fraction in FRACTIONS:
         greedy = subject.greedy(fraction * 4 * samples * sum(spec.saved_numel))
         sides = [subject.step("greedy", greedy)]
-        nbytes = sides[0].live_nbytes()[1]
-        budget = subject.largest_budget(nbytes, 1, tries)
+        nbytes = peak_nbytes(sides[0])
+        budget = subject.largest_budget(nbytes, tries)
         sides += [subject.step("budget", budget), subject.step("twin", greedy)]
         rounds = measure(sides, window)
         ratio, noise = (interval(rounds.ratios(side, "greedy")) for side in ("budget", "twin"))
-        used = sides[1].live_nbytes()[1]
+        used = peak_nbytes(sides[1])
         rows.append(_row(name, fraction, (nbytes, used), ratio, noise, len(rounds.clean)))
     return rows
 
@@ -246,14 +220,14 @@ def against_torch(name: str, window: Window, tries: int) -> list[dict[str, Any]]
             plain = TorchStep("torch keeps", MODELS[name][0](), subject.batch, 1.0)
         except Exception as error:  # told with its message, whatever it is
             return [{"model": name, "torch": f"{type(error).__name__}: {str(error)[:300]}", "holds": True}]
-        nbytes = theirs.held_nbytes()
-        ours = subject.step("budget", subject.largest_budget(nbytes, 0, tries))
+        nbytes = peak_nbytes(theirs)
+        ours = subject.step("budget", subject.largest_budget(nbytes, tries))
         sides = [subject.step("keeps", MemoryBudget(1e6)), ours, plain, theirs]
         sides.append(subject.step("twin", MemoryBudget(1e6)))
         rounds = measure(sides, window)
         pairs = zip(rounds.ratios("budget", "keeps"), rounds.ratios("torch", "torch keeps"), strict=True)
         ratio, noise = interval([one / other for one, other in pairs]), rounds.ratios("twin", "keeps")
-        used = ours.live_nbytes()[0]
+        used = peak_nbytes(ours)
         rows.append(_row(name, fraction, (nbytes, used), ratio, interval(noise), len(rounds.clean)))
     return rows
 
