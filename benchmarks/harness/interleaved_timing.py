@@ -22,6 +22,7 @@ hundredths of a second, so short rounds are judged together, as *windows* of at 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Literal, Protocol
 
@@ -145,6 +146,16 @@ def measure(
         text = f"not one of {run} rounds was clean: {load}"
         raise ValueError(f"{text}; wait until the machine is quiet")
     return Rounds(tuple(clean), discarded, window.threshold, tuple(outside))
+
+
+def pooled(parts: Sequence[Rounds]) -> Rounds:
+    """Returns the rounds of several starts of the same configurations as those of one."""
+    return Rounds(
+        tuple(chain.from_iterable(part.clean for part in parts)),
+        sum(part.discarded for part in parts),
+        parts[0].threshold,
+        tuple(chain.from_iterable(part.outside for part in parts)),
+    )
 
 
 def _round(configurations: Sequence[Configuration], number: int) -> dict[str, Cost]:

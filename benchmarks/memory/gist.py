@@ -51,7 +51,7 @@ CLAIM = (
     "same bits and at most 1.10 x the CPU seconds of a step"
 )
 BYTES_BAR, TIME_BAR, VGG_BAR = 0.01, 1.10, 0.45
-WINDOW, QUICK = Window(15, 40, 240, warmup=1), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
+WINDOW, QUICK = Window(40, 80, 240, warmup=1), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 VGG_LAYERS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pooling
 TOKENS, VOCABULARY = 128, 1_000
 SIZES = {

@@ -22,12 +22,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import chain
 from typing import Any
 
 import torch
 
-from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, pooled
 from benchmarks.harness.peer_environment import DEEPSPEED_VERSION, ensure_deepspeed
 from benchmarks.harness.rank_processes import Build
 from benchmarks.harness.result import Result
@@ -125,12 +124,7 @@ def run(row: Row, window: Window) -> Rounds:
     parts = [
         measure_sides(sides, row.ranks, each, (*HEAVY, "deepspeed"), **row.common) for _ in range(row.starts)
     ]
-    return Rounds(
-        tuple(chain.from_iterable(part.clean for part in parts)),
-        sum(part.discarded for part in parts),
-        window.threshold,
-        tuple(chain.from_iterable(part.outside for part in parts)),
-    )
+    return pooled(parts)
 
 
 def main() -> None:
