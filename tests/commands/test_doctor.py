@@ -78,3 +78,22 @@ def test_usual_plans_are_those_of_the_ranks_that_are_named(monkeypatch):
     ((name, cost),) = doctor.start_up_costs(None, 256)
     assert (name, cost.mesh) == ("ZeRO", "pp 16 x dp_shard 2 x tp 8")
     assert (cost.axis_splits, cost.axis_sets, cost.pair_splits, cost.pairs) == (4, 4, 4, 30)
+
+
+def test_the_cost_of_a_plan_is_printed_before_that_of_the_next_is_counted(monkeypatch, capsys):
+    refuse_to_start(monkeypatch)
+    plans, printed = iter(doctor.example_plans(64)), []
+
+    def two_plans(world: int):
+        yield next(plans)
+        printed.append(capsys.readouterr().out)
+        yield next(plans)
+
+    monkeypatch.setattr(doctor, "example_plans", two_plans)
+    code, out, _ = invoke(capsys, "doctor", "--at", "64")
+    (first,) = printed
+    assert code == 0
+    assert "dp_replicate 64" in first
+    assert "ZeRO-3" not in first
+    assert "ZeRO-3" in out
+    assert out.count("NVIDIA/nccl issue 534") == 1

@@ -61,11 +61,7 @@ def doctor(
     """Check whether this host can train, in under 20 s; under a launcher, all ranks try a collective."""
     with exit_on_error():
         if at is not None:
-            costs = import_command("doctor").start_up_costs(config, at)
-            if as_json:
-                typer.echo(json.dumps([{"plan": name, **cost.as_dict()} for name, cost in costs], indent=1))
-            else:
-                console.print(import_command("doctor").start_up_view(costs))
+            _print_start_up(config, at, as_json=as_json)
             return
         if config is not None:
             text = f"'{config}' is a config, and `doctor` checks the host"
@@ -85,6 +81,18 @@ def doctor(
             else:
                 console.print(command.report_view(report))
         raise typer.Exit(1 if report.failed else 0)
+
+
+def _print_start_up(config: Path | None, world: int, *, as_json: bool) -> None:
+    """Prints the cost of each plan as soon as it is counted; as JSON, all at the end."""
+    command = import_command("doctor")
+    costs = command.start_up_costs(config, world)
+    if as_json:
+        typer.echo(json.dumps([{"plan": name, **cost.as_dict()} for name, cost in costs], indent=1))
+        return
+    for name, cost in costs:
+        console.print(command.start_up_view(name, cost))
+    console.print(command.START_UP_NOTE)
 
 
 def register_launch_doctor(app: typer.Typer) -> None:

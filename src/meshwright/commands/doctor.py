@@ -4,7 +4,7 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -75,6 +75,8 @@ LAYOUTS = MappingProxyType(
         ),
     }
 )
+
+START_UP_NOTE = f"Seconds are an estimate, {SPLIT_S:g} s per communicator: {SPLIT_SOURCE}"
 
 
 @dataclass(frozen=True)
@@ -187,34 +189,31 @@ def example_plans(world: int) -> Iterator[tuple[str, Plan]]:
         yield name, make_plan(analyzed, job, Mesh.infer(sizes, world), strategies, 1)
 
 
-def start_up_costs(config: Path | None, world: int) -> list[tuple[str, StartUpCost]]:
-    """Returns what the plan of `config`, or each of some usual plans, costs to start on `world` ranks."""
+def start_up_costs(config: Path | None, world: int) -> Iterator[tuple[str, StartUpCost]]:
+    """Yields what the plan of `config`, or each of some usual plans, costs to start on `world` ranks."""
     if config is None:
-        return [(name, count_start_up(plan)) for name, plan in example_plans(world)]
-    return [("", count_start_up(resolve_config(config, (), world, needs_data=False)[1].plan))]
+        yield from ((name, count_start_up(plan)) for name, plan in example_plans(world))
+    else:
+        yield "plan", count_start_up(resolve_config(config, (), world, needs_data=False)[1].plan)
 
 
-def start_up_view(costs: Sequence[tuple[str, StartUpCost]]) -> RenderableType:
-    """Returns the costs as a table, some lines per plan."""
+def start_up_view(name: str, cost: StartUpCost) -> RenderableType:
+    """Returns the cost of the plan `name` as a table."""
     size = format_nbytes
-    rows: list[tuple[object, ...]] = []
-    for name, cost in costs:
-        splits = f"{cost.axis_splits} for {cost.axis_sets} sets of axes"
-        splits += f", {cost.pair_splits} for {cost.pairs} pairs of stages" if cost.pairs else ""
-        store = f"{cost.store_requests:,} requests to start, {cost.store_requests_rank_0:,} of them by rank 0"
-        save = f"lists of shards {size(cost.shard_lists_nbytes)}, manifest {size(cost.manifest_nbytes)}"
-        read = f"{size(cost.kept_nbytes)} kept, {size(cost.checksum_nbytes)} for checksums"
-        rows += [
-            (Text(name or "plan", "bold"), cost.mesh),
-            ("splits", f"{splits}; {cost.groups:,} groups; about {cost.split_s:.0f} s (estimate)"),
-            ("store", store),
-            ("agreement", f"{size(cost.agreement_nbytes)} per rank in the first step"),
-            ("save", f"{save} of {cost.num_slices:,} slices"),
-            ("resume", f"each rank reads {size(cost.read_nbytes)}: {read}, the manifest"),
-            ("", ""),
-        ]
-    note = f"Seconds are an estimate, {SPLIT_S:g} s per communicator: {SPLIT_SOURCE}"
-    return Table([Column(), Column()], rows, note=note)
+    splits = f"{cost.axis_splits} for {cost.axis_sets} sets of axes"
+    splits += f", {cost.pair_splits} for {cost.pairs} pairs of stages" if cost.pairs else ""
+    store = f"{cost.store_requests:,} requests to start, {cost.store_requests_rank_0:,} of them by rank 0"
+    save = f"lists of shards {size(cost.shard_lists_nbytes)}, manifest {size(cost.manifest_nbytes)}"
+    read = f"{size(cost.kept_nbytes)} kept, {size(cost.checksum_nbytes)} for checksums"
+    rows = [
+        ("mesh", cost.mesh),
+        ("splits", f"{splits}; {cost.groups:,} groups; about {cost.split_s:.0f} s (estimate)"),
+        ("store", store),
+        ("agreement", f"{size(cost.agreement_nbytes)} per rank in the first step"),
+        ("save", f"{save} of {cost.num_slices:,} slices"),
+        ("resume", f"each rank reads {size(cost.read_nbytes)}: {read}, the manifest"),
+    ]
+    return Table([Column(), Column()], rows, title=name)
 
 
 def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:

@@ -1,8 +1,10 @@
 """What a start costs on paper against what ranks do: requests to the store, digests, shards, the manifest."""
 
+import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -17,14 +19,18 @@ from meshwright.comm.watchdog.desync_check import CHECK_ACTION
 from meshwright.comm.watchdog.peer_statuses import PeerStatuses
 from meshwright.comm.watchdog.process_probe import ProcessProbe
 from meshwright.comm.watchdog.timeout_store_client import StoreClient
+from meshwright.engine.optim.sharded_state_dict import SavedTensor
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.checkpoint import distributed_checkpoint
+from meshwright.run.checkpoint import manifest as run_manifest
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
-from meshwright.run.checkpoint.manifest import Manifest, read_manifest
+from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, ShardFile, read_manifest
+from meshwright.run.checkpoint.write_plan import list_shards
 from meshwright.run.doctor.start_up import (
     SavedState,
     agreement_nbytes,
@@ -142,8 +148,11 @@ def pipeline_plan() -> Plan:
     return make_plan(analyzed_model("tiny"), job, Mesh(pp=3), (Pipeline(schedule="1f1b"),), 1)
 
 
-def saved(plan: Plan, folder: Path) -> tuple[Manifest, list[int]]:
-    """Returns the manifest of a checkpoint that ranks save after a step, and the bytes that each keeps."""
+def saved(plan: Plan, folder: Path) -> tuple[Manifest, list[int], list[bytes]]:
+    """Returns the manifest of a checkpoint that ranks save after a step, the bytes that each keeps, and the
+    lists of shards.
+    """
+    lists = dict[bytes, None]()
 
     def save(world: World) -> tuple[Path, int]:
         with parallelize(analyzed_model("tiny"), plan, world=world) as trainer:
@@ -153,20 +162,43 @@ def saved(plan: Plan, folder: Path) -> tuple[Manifest, list[int]]:
             stored = open_tensors(path, read_manifest(path).entries)
             return path, 0 if plan.mesh.size("pp") > 1 else kept_nbytes(trainer, stored)
 
-    ranks = run_on_threads(save, plan.mesh)
-    return read_manifest(ranks[0][0]), [nbytes for _, nbytes in ranks]
+    def listing(tensors: Mapping[str, SavedTensor]) -> bytes:
+        listed = list_shards(tensors)
+        lists[listed] = None
+        return listed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_checkpoint, "list_shards", listing)
+        ranks = run_on_threads(save, plan.mesh)
+    return read_manifest(ranks[0][0]), [nbytes for _, nbytes in ranks], list(lists)
 
 
 NAMES = ["ZeRO 1 on 3", "HSDP on 2 x 2", "TP x ZeRO 3 on 2 x 2"]
 
 
+def of_kinds(listing: bytes, kinds: tuple[str, ...]) -> int:
+    """Returns the bytes of the rows of a list of shards whose names begin with one of `kinds`."""
+    rows = [row for row in json.loads(listing or b"[]") if row[0].startswith(kinds)]
+    return len(json.dumps(rows, separators=(",", ":"))) if rows else 0
+
+
 @pytest.mark.parametrize("name", [*NAMES, "pipeline"])
 def test_shards_and_manifest_are_those_that_ranks_save(name: str, tmp_path: Path) -> None:
     plan = make_layout_plan(name, analyzed_model("tiny"), "float32") if name in LAYOUTS else pipeline_plan()
-    manifest, kept = saved(plan, tmp_path)
+    manifest, kept, lists = saved(plan, tmp_path)
     paper, kinds = SavedState(plan), ("model/", "optimizer/")
     entries = {name: entry for name, entry in manifest.entries.items() if name.startswith(kinds)}
-    assert paper.manifest.entries == entries
-    assert len(paper.manifest.dump()) == pytest.approx(len(manifest.dump()), rel=0.1)
+    writers = {each.file for entry in entries.values() for each in entry.slices}
+    files = dict.fromkeys(writers, ShardFile(1 << 40, "0" * 64))
+    assert paper.manifest_nbytes == len(Manifest(0, entries, files, {}).dump())
+    assert paper.num_slices == sum(len(entry.slices) for entry in entries.values())
+    assert set(paper.listings_nbytes) == {of_kinds(listing, kinds) for listing in lists}
+    assert paper.total_nbytes == sum(4 * prod(entry.shape) for entry in entries.values())
     assert name == "pipeline" or paper.kept_nbytes == pytest.approx(kept, abs=64)
     assert count_start_up(plan).kept_nbytes == max(paper.kept_nbytes)
+
+
+def test_a_manifest_that_could_not_be_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_manifest, "MAX_MANIFEST_NBYTES", 10_000)
+    with pytest.raises(CheckpointError, match=r"a manifest of .* can be read back"):
+        count_start_up(zero_plan(3))

@@ -377,17 +377,14 @@ def _behind_experts(view: RankView, each: ConvSpec | SampleGather) -> float:
 def _head_sides(
     view: RankView, block_call: str, role: str, attention_call: AttentionSpec
 ) -> Iterator[tuple[int, DimShard]]:
-    held = {
-        layer: param_sharding
-        for param_sharding in view.param_shardings
-        for layer in param_sharding.param.layers
-        if _has_heads(param_sharding.param, attention_call)
-    }
     for at, call in enumerate(view.model_spec.layer_calls):
-        if call.block_call == block_call and call.role == role and call.name in held:
-            for side in view.dim_shards(held[call.name]):
-                if _is_head_dim(call, held[call.name].param, side.dim_split.dim):
-                    yield at, side
+        if call.block_call != block_call or call.role != role:
+            continue
+        found = view.param_shardings_by_layer.get(call.name, [])
+        held = [each for each in found if _has_heads(each.param, attention_call)]
+        for side in view.dim_shards(held[-1]) if held else ():
+            if _is_head_dim(call, held[-1].param, side.dim_split.dim):
+                yield at, side
 
 
 def _has_heads(weight: ParamSpec, attention_call: AttentionSpec) -> bool:

@@ -7,7 +7,7 @@ A sharding plan says along which axes a tensor is sliced; a view says which slic
 share of the work. What follows from the plan and the coordinate is computed once, at first use, and kept.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -65,6 +65,15 @@ class RankView:
     def param_shardings(self) -> tuple[ParamSharding, ...]:
         """The shardings of this rank's parameters; one that is sliced has the shape of this rank's slice."""
         return tuple(map(self._slice, self.unsliced_param_shardings))
+
+    @cached_property
+    def param_shardings_by_layer(self) -> Mapping[str, Sequence[ParamSharding]]:
+        """The shardings of this rank's parameters by the modules that hold them."""
+        found: dict[str, list[ParamSharding]] = {}
+        for each in self.param_shardings:
+            for layer in each.param.layers:
+                found.setdefault(layer, []).append(each)
+        return found
 
     @cached_property
     def param_groups(self) -> tuple[ParamGroup, ...]:

@@ -146,14 +146,8 @@ class Manifest:
                 fix="pass numbers, strings, lists and dicts",
                 location="meta",
             ) from error
-        if len(text) > MAX_MANIFEST_NBYTES:
-            num_slices = sum(len(entry.slices) for entry in self.entries.values())
-            what = (
-                f"a manifest of {format_nbytes(len(text))}, of {num_slices:,} slices of {len(self.entries):,}"
-            )
-            what += f" tensors; {format_nbytes(MAX_MANIFEST_NBYTES)} can be read back"
-            fix = "shard over fewer ranks, with copies on the others (mesh.dp_replicate)"
-            raise CheckpointError(what, fix=fix, location=MANIFEST_FILE)
+        num_slices = sum(len(entry.slices) for entry in self.entries.values())
+        check_manifest_size(len(text), num_slices, len(self.entries))
         return text
 
     @classmethod
@@ -259,6 +253,21 @@ def canonical_json(value: Mapping[str, Json]) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
+def check_manifest_size(nbytes: int, num_slices: int, num_tensors: int) -> None:
+    """Raises CheckpointError if a manifest of `nbytes` is too long to be read back."""
+    if nbytes > MAX_MANIFEST_NBYTES:
+        what = f"a manifest of {format_nbytes(nbytes)}, of {num_slices:,} slices of {num_tensors:,}"
+        what += f" tensors; {format_nbytes(MAX_MANIFEST_NBYTES)} can be read back"
+        fix = "shard over fewer ranks, with copies on the others (mesh.dp_replicate)"
+        raise CheckpointError(what, fix=fix, location=MANIFEST_FILE)
+
+
+def check_num_slices(name: str, number: int) -> None:
+    """Raises CheckpointError if the tensor `name` has too many slices."""
+    text = f"{number} slices; at most {MAX_SLICES} are accepted"
+    _require(number <= MAX_SLICES, f"entries.{name}", text)
+
+
 def _check_files(files: Mapping[str, ShardFile]) -> None:
     seen: dict[str, str] = {}
     for name, shard in files.items():
@@ -294,11 +303,7 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
         where,
         f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are accepted",
     )
-    _require(
-        len(entry.slices) <= MAX_SLICES,
-        where,
-        f"{len(entry.slices)} slices; at most {MAX_SLICES} are accepted",
-    )
+    check_num_slices(name, len(entry.slices))
     for box in entry.slices:
         _require(box.file in files, where, f"the file {box.file!r} is not listed")
         ranks = len(box.start) == len(box.shape) == len(entry.shape)

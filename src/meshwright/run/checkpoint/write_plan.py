@@ -91,7 +91,7 @@ class WritePlan:
         for stretch in self.shard_ranges[index]:
             share = tensors[stretch.name]
             if isinstance(share, TensorShard):
-                boxes = _stored_boxes(stretch)
+                boxes = stored_boxes(stretch)
                 found |= {key: _contiguous(box_window(share.values, box)) for key, box in boxes}
         return found
 
@@ -104,7 +104,7 @@ class WritePlan:
                 slices[name].append(StoredSlice(file, name, (0,) * len(shape), shape))
             for stretch in cut:
                 slices[stretch.name] += [
-                    StoredSlice(file, key, box.start, box.size) for key, box in _stored_boxes(stretch)
+                    StoredSlice(file, key, box.start, box.size) for key, box in stored_boxes(stretch)
                 ]
         return {
             name: TensorEntry(shape, dtype_name(dtype), tuple(slices[name]))
@@ -143,7 +143,7 @@ def _contiguous(window: torch.Tensor) -> torch.Tensor:
     return window.contiguous()
 
 
-def _stored_boxes(shard_range: ShardRange) -> Iterator[tuple[str, ShardBox]]:
+def stored_boxes(shard_range: ShardRange) -> Iterator[tuple[str, ShardBox]]:
     """Yields the boxes of `shard_range`, each with its key in the file."""
     for box in shard_boxes(shard_range.begin, shard_range.end, shard_range.shape, shard_range.spans):
         where = "-".join(map(str, box.start)) if shard_range.spans else shard_range.begin + box.at

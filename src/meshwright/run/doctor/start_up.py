@@ -6,28 +6,41 @@
     save         bytes of the lists of shards that all ranks exchange, and of the manifest
     restore      bytes that a rank reads: what it keeps, its share of the files for checksums, the manifest
 
-Splits are those that `comm/disjoint_groups.py` makes. Lists and manifest are made by the code that saves, of
-tensors without memory. The other numbers are formulas; tests compare them with what ranks do at small sizes.
+Splits are those that `comm/disjoint_groups.py` makes. Of lists and manifest, rows and slices are made by the
+code that saves, and their bytes are added up; no more than one at a time exists. The other numbers are
+formulas; tests compare all of them with what ranks do at small sizes.
 Seconds are an estimate from a published measurement of another machine (`SPLIT_SOURCE`).
 
 States of the optimizer are counted as those of AdamW: two per element, and a step count.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 
 from meshwright.comm.collectives.collective_call import POINT_TO_POINT
 from meshwright.comm.disjoint_groups import communicator_splits, groups_of, needs_communicator, used_axes
-from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
+from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.engine.runtime.comm_groups import group_keys
+from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.rank_view import RankView
-from meshwright.run.checkpoint.manifest import Manifest, ShardFile
-from meshwright.run.checkpoint.write_plan import WritePlan, list_shards
+from meshwright.run.checkpoint.manifest import (
+    Manifest,
+    ShardFile,
+    StoredSlice,
+    TensorEntry,
+    canonical_json,
+    check_manifest_size,
+    check_num_slices,
+)
+from meshwright.run.checkpoint.shard_io import dtype_name
+from meshwright.run.checkpoint.write_plan import ShardRange, balance_by_size, list_shards, stored_boxes
 
 SPLIT_S = 2.0  # seconds; an estimate
 SPLIT_SOURCE = "8 communicators of 8 V100 took 16.3 s (NVIDIA/nccl issue 534); not measured at this size"
@@ -96,9 +109,9 @@ def count_start_up(plan: Plan, ranks_per_host: int = 8) -> StartUpCost:
         store_requests=total,
         store_requests_rank_0=rank_0,
         agreement_nbytes=agreement_nbytes(plan),
-        shard_lists_nbytes=max(map(len, saved.listings), default=0) * len(saved.listings),
-        manifest_nbytes=len(saved.manifest.dump()),
-        num_slices=sum(len(entry.slices) for entry in saved.manifest.entries.values()),
+        shard_lists_nbytes=max(saved.listings_nbytes) * world,
+        manifest_nbytes=saved.manifest_nbytes,
+        num_slices=saved.num_slices,
         kept_nbytes=max(saved.kept_nbytes),
         checksum_nbytes=saved.total_nbytes // world,
     )
@@ -130,96 +143,223 @@ def agreement_nbytes(plan: Plan) -> int:
 
 
 class SavedState:
-    """The checkpoint of `plan` as its ranks write it: parameters, and the states of AdamW."""
+    """The checkpoint of `plan` as its ranks write it, counted shard by shard: parameters, and the states of
+    AdamW, which lie as their parameters do. Ranks with equal shards are counted once.
+
+    `listings_nbytes` and `kept_nbytes` are, per rank, the bytes of the list of shards that it sends to all,
+    and those that it keeps of the checkpoint and reads when it resumes.
+    """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._views: dict[tuple[int, ...], RankView] = {}
+        self._plan, self._has_stages = plan, bool(plan.sharding.block_calls_by_pp_rank)
+        self._params: dict[tuple[int, ...], _RankParams] = {}
         sharded = plan.sharding.param_shardings
         flat_axes = {axis for each in sharded for axis in each.flat_shard_axes}
         other_axes = {axis for each in sharded for axis in each.sliced_dims} | set(plan.sharding.stage_axes)
         self._flat_axes = [axis for axis in AXES if axis in flat_axes]
         self._other_axes = [axis for axis in AXES if axis in other_axes - flat_axes]
         self._dtype = getattr(torch, plan.job.precision.effective.master)
-        distinct: dict[tuple[int, ...], _RankPart] = {}
-        self._parts: list[_RankPart] = []
+        self._slices: dict[tuple[str, ...], _SliceCount] = {}  # by the names of tensors that are cut alike
+        self._known_ranges: set[tuple[str, int, int, tuple[DimRanges, ...]]] = set()
+        self._writers: set[int] = set()
+        distinct: dict[tuple[int, ...], tuple[int, int]] = {}
+        counts: list[tuple[int, int]] = []
         for rank in range(plan.mesh.world_size):
             key = self._indices(rank, (*self._other_axes, *self._flat_axes))
             if key not in distinct:
-                distinct[key] = _RankPart(list(self._of_rank(rank)), self._dtype.itemsize)
-            self._parts.append(distinct[key])
+                distinct[key] = self._count_rank(rank)
+            counts.append(distinct[key])
+        self._count_full_tensors()
+        self.listings_nbytes = [nbytes for nbytes, _ in counts]
+        self.kept_nbytes = [numel * self._dtype.itemsize for _, numel in counts]
 
     @property
-    def listings(self) -> list[bytes]:
-        """The list of shards that each rank sends to all."""
-        return [part.listing for part in self._parts]
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        """The manifest, with checksums that are all zero."""
-        files = [f"rank-{rank:05d}.safetensors" for rank in range(len(self.listings))]
-        parts = WritePlan.from_ranks(self._parts[0].tensors, self.listings)
-        sums = {files[index]: ShardFile(1 << 40, "0" * 64) for index in parts.writer_indices()}
-        return Manifest(0, parts.entries(files), sums, {})
-
-    @property
-    def kept_nbytes(self) -> list[int]:
-        """The bytes that each rank keeps of the checkpoint, and reads when it resumes."""
-        return [part.nbytes for part in self._parts]
+    def num_slices(self) -> int:
+        """The slices of all tensors of the checkpoint."""
+        return sum(each.number * len(names) for names, each in self._slices.items())
 
     @property
     def total_nbytes(self) -> int:
         """The bytes of all tensors of the checkpoint."""
-        numel = sum(torch.Size(entry.shape).numel() for entry in self.manifest.entries.values())
+        numel = sum(prod(each.shape) * len(names) for names, each in self._slices.items())
         return numel * self._dtype.itemsize
 
-    def _of_rank(self, rank: int) -> Iterator[tuple[str, SavedTensor | None, int]]:
-        """Yields each entry of which a rank has a part: its name, what is saved, the elements kept."""
-        view, coordinate = self._view(rank), self._plan.mesh.coordinate(rank)
-        shards = {
-            shard.name: shard
-            for spec in view.flat_param_specs.values()
-            for shard in spec.param_shards(self._plan.mesh.index(coordinate, spec.axes))
-        }
-        flat = {name for spec in view.flat_param_specs.values() for name, _, _ in spec.params}
-        for local, logical in zip(view.param_shardings, view.logical_param_shardings, strict=True):
-            name, shape = logical.param.name, logical.param.shape
-            spans = tuple(shard.dim_ranges for shard in view.dim_shards(logical))
-            begin, numel, kept = 0, local.param.numel, local.param.numel
-            if name in flat:
-                begin, numel = (shards[name].begin, shards[name].numel) if name in shards else (0, 0)
-                kept = numel if local.is_stored_sharded else kept
-            value: SavedTensor = TensorShard(self._empty(numel), begin, shape, spans)
-            step: SavedTensor = TensorShard(self._empty(1), 0, ())
-            if name not in flat and not self._plan.sharding.block_calls_by_pp_rank:
-                value = value if spans else self._empty(numel).view(shape)
-                step = self._empty(1).view(())
-            is_saved = name not in flat or (numel > 0 and name in view.params_counted_in_sum)
-            yield f"model/{name}", value if is_saved else None, kept
-            if logical.param.trainable:
-                for state in STATES:
-                    yield f"optimizer/{state}/{name}", value if is_saved else None, numel
-                yield f"optimizer/step/{name}", step if is_saved else None, int(numel > 0)
+    @cached_property
+    def manifest_nbytes(self) -> int:
+        """The bytes of the manifest. Raises CheckpointError if it could not be read back."""
+        nbytes = len(Manifest(0, {}, {}, {}).dump())
+        if self._writers:
+            file = canonical_json({_file(0): vars(ShardFile(1 << 40, "0" * 64))})
+            nbytes += (len(file) - 1) * len(self._writers) - 1  # a comma less than files
+        for name, each in ((name, each) for names, each in self._slices.items() for name in names):
+            check_num_slices(name, each.number)
+            entry = {**vars(TensorEntry(each.shape, dtype_name(self._dtype), ())), "slices": []}
+            nbytes += len(canonical_json({name: entry})) - 1
+            nbytes += each.nbytes + each.number * (_json_len(name) + 1) - bool(each.number)
+        nbytes -= bool(self._slices)
+        check_manifest_size(nbytes, self.num_slices, sum(map(len, self._slices)))
+        return nbytes
 
-    def _view(self, rank: int) -> RankView:
-        """The view of a rank with the same parameters and slices; it may have other shards of them."""
+    def _count_rank(self, rank: int) -> tuple[int, int]:
+        """Counts the slices that a rank is the first to have. Returns the bytes of its list of shards, and
+        the elements that it keeps.
+        """
+        params, mesh = self._params_of(rank), self._plan.mesh
+        coordinate, listing = mesh.coordinate(rank), 0
+        kept = sum(each.numel for each in params.flat.values() if not each.is_stored_sharded)
+        for param in params.others:
+            kept += param.kept_numel(param.numel) + param.numel
+            if self._has_stages or param.spans:
+                listing += self._count_range(rank, param, 0, param.numel)
+            if self._has_stages and param.trainable:
+                listing += self._count_step(rank, param)
+        for spec in params.flat_specs:
+            for shard in spec.param_shards(mesh.index(coordinate, spec.axes)):
+                param = params.flat[shard.name]
+                kept += param.kept_numel(shard.numel) + shard.numel * param.is_stored_sharded
+                if param.is_counted:
+                    listing += self._count_range(rank, param, shard.begin, shard.numel)
+                    listing += self._count_step(rank, param) if param.trainable else 0
+        return listing + 1 if listing else 0, kept
+
+    def _count_range(self, rank: int, param: "_SavedParam", begin: int, numel: int) -> int:
+        """Counts elements of a parameter and its states, unless an earlier rank has them. Returns the bytes
+        of their rows in the list of shards, each with a comma.
+        """
+        key = param.name, begin, numel, param.spans
+        if key not in self._known_ranges:
+            self._known_ranges.add(key)
+            self._writers.add(rank)
+            self._add_slices(param.value_names, param.shape, _slices(param.shape, param.spans, begin, numel))
+        ends = len(str(begin)) + len(str(begin + numel))
+        return param.rows_nbytes + ends * len(param.value_names)
+
+    def _count_step(self, rank: int, param: "_SavedParam") -> int:
+        """Counts the step count of a parameter; returns as `_count_range`."""
+        key = param.step_name, 0, 1, ()
+        if key not in self._known_ranges:
+            self._known_ranges.add(key)
+            self._writers.add(rank)
+            self._add_slices((param.step_name,), (), _slices((), (), 0, 1))
+        return param.step_row_nbytes
+
+    def _count_full_tensors(self) -> None:
+        """Counts the tensors that each rank has in full; they are written by ranks in turn."""
+        nbytes: dict[str, int] = {}
+        for param in () if self._has_stages else self._params_of(0).others:
+            tensors = [] if param.spans else [(param.value_names, param.shape)]
+            for names, shape in [*tensors, *([((param.step_name,), ())] if param.trainable else [])]:
+                nbytes |= dict.fromkeys(names, prod(shape) * self._dtype.itemsize)
+                slices = StoredSlice(_file(0), "", (0,) * len(shape), shape)
+                self._add_slices(names, shape, (1, len(canonical_json(vars(slices)))))
+        shares = balance_by_size(nbytes, self._plan.mesh.world_size)
+        self._writers.update(rank for rank, names in enumerate(shares) if names)
+
+    def _add_slices(self, names: tuple[str, ...], shape: tuple[int, ...], slices: tuple[int, int]) -> None:
+        count = self._slices.setdefault(names, _SliceCount(shape))
+        count.number += slices[0]
+        count.nbytes += slices[1]
+
+    def _params_of(self, rank: int) -> "_RankParams":
+        """The parameters of a rank and of all with the same slices; they may have other shards of them."""
         key = self._indices(rank, self._other_axes)
-        if key not in self._views:
-            self._views[key] = self._plan.rank_view(rank)
-        return self._views[key]
+        if key not in self._params:
+            self._params[key] = _RankParams(self._plan.rank_view(rank), self._dtype)
+        return self._params[key]
 
     def _indices(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         coordinate = self._plan.mesh.coordinate(rank)
         return tuple(coordinate[axis] for axis in axes)
 
-    def _empty(self, numel: int) -> torch.Tensor:
-        return torch.empty(numel, dtype=self._dtype, device="meta")
+
+@dataclass(eq=False)
+class _SliceCount:
+    """The slices of a tensor of `shape`, and their bytes in the manifest without its name and commas."""
+
+    shape: tuple[int, ...]
+    number: int = 0
+    nbytes: int = 0
 
 
-class _RankPart:
-    """What a rank saves and keeps, and all its replicas."""
+@dataclass(frozen=True)
+class _SavedParam:
+    """A parameter of `shape`, of which a rank has the slice `spans` of `numel` elements.
 
-    def __init__(self, entries: Sequence[tuple[str, SavedTensor | None, int]], itemsize: int) -> None:
-        self.tensors = {name: tensor for name, tensor, _ in entries if tensor is not None}
-        self.listing = list_shards(self.tensors)
-        self.nbytes = itemsize * sum(numel for _, _, numel in entries)
+    `value_names` are those of its values and states in the checkpoint, `rows_nbytes` the bytes of their rows
+    in the list of shards without the ends of the range, and `step_row_nbytes` those of its step count. If it
+    is a part of a flat parameter, a rank keeps its shard alone when `is_stored_sharded`, and saves it when
+    `is_counted`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spans: tuple[DimRanges, ...]
+    numel: int
+    trainable: bool
+    value_names: tuple[str, ...]
+    step_name: str
+    rows_nbytes: int
+    step_row_nbytes: int
+    is_stored_sharded: bool
+    is_counted: bool
+
+    def kept_numel(self, numel: int) -> int:
+        """Returns the elements of states that a rank keeps for `numel` elements."""
+        return (len(STATES) * numel + (numel > 0)) if self.trainable else 0
+
+
+class _RankParams:
+    """The parameters of a rank: those in its flat parameters (`flat_specs`) by name, and all others."""
+
+    def __init__(self, view: RankView, dtype: torch.dtype) -> None:
+        self.flat_specs = list(view.flat_param_specs.values())
+        in_flat = {name for spec in self.flat_specs for name, _, _ in spec.params}
+        self.flat: dict[str, _SavedParam] = {}
+        self.others: list[_SavedParam] = []
+        for local, logical in zip(view.param_shardings, view.logical_param_shardings, strict=True):
+            param, states = logical.param, STATES if logical.param.trainable else ()
+            names = (f"model/{param.name}", *(f"optimizer/{state}/{param.name}" for state in states))
+            step = f"optimizer/step/{param.name}"
+            spans = tuple(shard.dim_ranges for shard in view.dim_shards(logical))
+            saved = _SavedParam(
+                param.name,
+                param.shape,
+                spans,
+                local.param.numel,
+                param.trainable,
+                names,
+                step,
+                sum(_json_len(name) + _row_nbytes(param.shape, spans, dtype) for name in names),
+                _json_len(step) + _row_nbytes((), (), dtype) + len("01"),
+                local.is_stored_sharded,
+                param.name in view.params_counted_in_sum,
+            )
+            if param.name in in_flat:
+                self.flat[param.name] = saved
+            else:
+                self.others.append(saved)
+
+
+def _row_nbytes(shape: tuple[int, ...], spans: tuple[DimRanges, ...], dtype: torch.dtype) -> int:
+    """Returns the bytes of a row and a comma in a list of shards, without the name and the range's ends."""
+    shard = TensorShard(torch.empty(0, dtype=dtype, device="meta"), 0, shape, spans)
+    return len(list_shards({"": shard})) - len("[]") - len("00") + len(",")
+
+
+@lru_cache(maxsize=4096)
+def _slices(shape: tuple[int, ...], spans: tuple[DimRanges, ...], begin: int, numel: int) -> tuple[int, int]:
+    """Returns the number of slices of a range of a tensor, and their bytes as in `_SliceCount`; equal layers
+    have equal ones.
+    """
+    boxes = stored_boxes(ShardRange("", shape, "", begin, begin + numel, spans))
+    found = [vars(StoredSlice(_file(0), key, box.start, box.size)) for key, box in boxes]
+    return len(found), sum(len(canonical_json(each)) for each in found)
+
+
+def _json_len(name: str) -> int:
+    """Returns the length of `name` in JSON, without quotes."""
+    return len(json.dumps(name)) - 2
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
