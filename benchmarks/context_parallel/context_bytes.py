@@ -79,29 +79,21 @@ Bytes = Mapping[str, Fraction]
 
 @dataclass(frozen=True)
 class Layout:
-    """A context-parallel strategy on `ranks` ranks, of which `inner` exchange tokens for heads.
-
-    `comm_nbytes`: the bytes of an element on its ring, 0: those of the tensor.
-    """
+    """A context-parallel strategy on `ranks` ranks, of which `inner` exchange tokens for heads."""
 
     strategy: Strategy
     ranks: int
     inner: int = 1
-    comm_nbytes: int = 0
 
 
 TECHNIQUES: Mapping[str, Layout] = {
     **{f"ring of {ranks}": Layout(RingAttention(), ranks) for ranks in (2, 3, 4)},
     "ring of 4, contiguous": Layout(RingAttention(load_balance="contiguous"), 4),
     "ring of 4, striped": Layout(RingAttention(load_balance="striped"), 4),
-    "ring of 3, comm_dtype bfloat16": Layout(RingAttention(comm_dtype="bfloat16"), 3, comm_nbytes=2),
     **{f"ulysses on {ranks}": Layout(Ulysses(), ranks, ranks) for ranks in (2, 3, 6)},
     "hybrid, 2 x 2": Layout(HybridContextParallel(), 4, 2),
     "hybrid, 2 x 3": Layout(HybridContextParallel(ulysses_degree=2), 6, 2),
     "hybrid, 3 x 2": Layout(HybridContextParallel(ulysses_degree=3), 6, 3),
-    "hybrid, 2 x 2, comm_dtype bfloat16": Layout(
-        HybridContextParallel(comm_dtype="bfloat16"), 4, 2, comm_nbytes=2
-    ),
 }
 
 
@@ -128,7 +120,7 @@ def law(layout: Layout, sizes: CallSizes) -> dict[str, Fraction]:
     keys = sent_keys(sizes.heads, sizes.keys, near)
     shared = keys if sizes.keys % near == 0 or near % sizes.keys == 0 else sizes.heads // near
     travelling = sizes.samples * -(-sizes.tokens // around) * shared * both * (around - 1)
-    ring_bytes = Fraction(travelling * (layout.comm_nbytes or sizes.nbytes))
+    ring_bytes = Fraction(travelling * sizes.nbytes)
     exchange_bytes = (
         Fraction(near - 1, near)
         * sizes.samples

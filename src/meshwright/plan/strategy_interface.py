@@ -12,6 +12,7 @@ stored.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
@@ -110,7 +111,8 @@ class ActivationName:
     `first_sample` is the first of a chunk of the samples of a microbatch. Without a module it is what
     attention takes or returns, and `places(is_backward)` tells which part of the whole a rank sends of the
     value, or of its gradient: by dim, the size of the whole and the positions in it, -1 for padding. Slices
-    along `part_dim` are coded apart, so that one that goes to several ranks has the same codes.
+    along `part_dim` are coded apart, so that one that goes to several ranks has the same codes. `is_recoded`:
+    it has been named before, and is coded once more on its way.
     """
 
     module: str
@@ -120,6 +122,7 @@ class ActivationName:
     places: Callable[[bool], Mapping[int, tuple[int, Sequence[int]]]] | None = None
     part_dim: int | None = None
     others: tuple[str, ...] = ()
+    is_recoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = ""  # distinguishes strategies of the same name: the key `mode` of its table
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
+    removed_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of earlier versions: what to write now
     is_per_axis: ClassVar[bool] = False  # whether a plan may list it once for each axis, in phase comm
     needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
     needs_stage_boundaries: ClassVar[bool] = False  # whether it reads ModelSpec.stage_boundaries

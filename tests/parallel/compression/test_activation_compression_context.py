@@ -169,10 +169,6 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch):
             ),
             "no value along cp has 999 elements; the largest has 840(?s:.*)set min_numel to 840",
         ),
-        (
-            lambda: planned(mw.Mesh(cp=2), mw.RingAttention(), REPLICAS, INT8),
-            'travel round a ring(?s:.*)"ulysses" in place of the ring',
-        ),
     ],
 )
 def test_what_cannot_be_coded_is_refused_with_a_repair(make: Callable[[], object], told: str):

@@ -74,21 +74,15 @@ def test_other_load_balances_equal_one_device(balance: str, mask: str | None) ->
     assert largest_error(given, HybridContextParallel(load_balance=balance), Mesh(cp=4)) < WORST
 
 
-def test_keys_may_travel_in_bfloat16() -> None:
-    hybrid, given = HybridContextParallel(comm_dtype="bfloat16"), case(4, 2, 11, causal=True)
-    assert not hybrid.exact
-    assert 1e-5 < largest_error(given, hybrid, Mesh(cp=4)) < 0.1  # eight bits of keys and values
-
-
 @pytest.mark.parametrize(("ranks", "inner", "heads", "groups"), SHAPES)
-@pytest.mark.parametrize(("mask", "wire"), [(None, ""), ("window", ""), ("learned", "bfloat16")])
+@pytest.mark.parametrize("mask", [None, "window", "learned"])
 def test_what_is_issued_is_what_the_program_states(
-    ranks: int, inner: int, heads: int, groups: int, mask: str | None, wire: str
+    ranks: int, inner: int, heads: int, groups: int, mask: str | None
 ) -> None:
     given = case(
         heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13)
     )
-    strategy, mesh = HybridContextParallel(ulysses_degree=inner, comm_dtype=wire), Mesh(cp=ranks)
+    strategy, mesh = HybridContextParallel(ulysses_degree=inner), Mesh(cp=ranks)
     expected = planned_transfers(strategy, given, mesh)
     assert {size for _, size, *_ in expected["F"]} == {inner, ranks}
     assert all(
@@ -135,7 +129,7 @@ def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_invalid_options_are_refused() -> None:
     space = sharding_of(Mesh(cp=4), [case(3, 3, 8).attend])
     with pytest.raises(PlanError) as raised:
-        HybridContextParallel(load_balance="folded", comm_dtype="float8")
+        HybridContextParallel(load_balance="folded")
     strange = HybridContextParallel(ulysses_degree=3)
     assert [str(fault) for fault in (*strange.check(None, space), *raised.value.diagnostics)] == [
         "strategies.hybrid_context_parallel.ulysses_degree: ulysses_degree = 3, and cp has 4 "
@@ -146,8 +140,6 @@ def test_invalid_options_are_refused() -> None:
             "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'; needed is 'zigzag', "
             "'contiguous' or 'striped'\n  repair: choose one of: contiguous, striped, zigzag"
         ),
-        "strategies.hybrid_context_parallel.comm_dtype: comm_dtype = 'float8'; needed is '' or 'bfloat16'\n"
-        "  repair: did you mean 'bfloat16'?",
     ]
     (fault,) = HybridContextParallel().check_combined(HybridContextParallel().place(space))
     assert str(fault) == (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.parallel import STRATEGIES
 from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
@@ -23,6 +24,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.config.config_and_plan_files import strategies_from_tables
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
 from tests.parallel.tensor.odd_llama import analyzed_llama
@@ -85,9 +87,9 @@ def test_bytes_follow_the_formula(ranks: int) -> None:
     assert all(not action.inner_transfers for action in actions if action.subject not in LAYERS)
 
 
-@pytest.mark.parametrize(("ranks", "wire"), [(1, ""), (2, ""), (3, "bfloat16"), (4, "")])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous", "striped"])
-def test_the_program_states_what_the_rounds_send(ranks: int, wire: Any, balance: Any) -> None:
+def test_the_program_states_what_the_rounds_send(ranks: int, balance: Any) -> None:
     length, sent = 13, dict[int, list[tuple[int, str]]]()
     given = sample(length)
     attend = AttentionSpec(
@@ -110,8 +112,8 @@ def test_the_program_states_what_the_rounds_send(ranks: int, wire: Any, balance:
         return noted
 
     given = [each.float() for each in given]
-    run(given, ranks, balance=balance, shift=noting, wire=torch.bfloat16 if wire else None)
-    ring, said = RingAttention(load_balance=balance, comm_dtype=wire), plan(ranks)
+    run(given, ranks, balance=balance, shift=noting)
+    ring, said = RingAttention(load_balance=balance), plan(ranks)
     moves = [
         *ring._forward_transfers(said.rank_view(0), said.job, attend, 2),
         *ring._backward_transfers(said.rank_view(0), said.job, attend, 2),
@@ -130,8 +132,6 @@ def test_gradients_are_sent_in_float32_where_keys_are_in_bfloat16() -> None:
         "float32",
         "float32",
     ]
-    wired = plan(3, RingAttention(comm_dtype="bfloat16"), DDP("cp")).for_rank(0).actions
-    assert [move.dtype for move in first_transfers(wired, "F")] == ["bfloat16"] * 2
 
 
 def test_a_length_that_does_not_divide_sends_the_longest_shard() -> None:
@@ -250,16 +250,22 @@ def test_an_axis_of_another_purpose_is_refused() -> None:
 
 def test_unknown_option_values_are_all_refused_at_once() -> None:
     with pytest.raises(PlanError) as raised:
-        RingAttention(load_balance="zigzak", comm_dtype="float8")  # type: ignore[arg-type]  # that is the point
+        RingAttention("tp", load_balance="zigzak")  # type: ignore[arg-type]  # that is the point
     said = str(raised.value)
     assert (
         "strategies.ring.load_balance: load_balance = 'zigzak'; needed is 'zigzag', 'contiguous' or "
         "'striped'\n  repair: did you mean 'zigzag'?"
     ) in said
-    assert (
-        "strategies.ring.comm_dtype: comm_dtype = 'float8'; needed is '' or 'bfloat16'\n"
-        "  repair: did you mean 'bfloat16'?"
-    ) in said
+    assert "strategies.ring.axis: axis = 'tp'; needed is 'cp'" in said
+
+
+@pytest.mark.parametrize("name", ["ring", "hybrid_context_parallel"])
+def test_a_config_of_an_earlier_version_learns_what_sends_codes_now(name: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        strategies_from_tables([{"name": name, "comm_dtype": "bfloat16"}], STRATEGIES)
+    (fault,) = raised.value.diagnostics
+    assert f"'{name}' has no key 'comm_dtype' any more" in fault.problem
+    assert 'name = "compress_activations", axis = "cp", codec = "bfloat16"' in fault.fix
 
 
 def test_a_model_without_tokens_is_refused_with_a_mesh_of_as_many_ranks() -> None:
@@ -292,8 +298,3 @@ def test_a_loss_of_the_whole_batch_and_a_second_sequence_sharding_are_refused() 
         "the tokens of each sample are sharded along cp already\n  repair: keep one of the "
         "strategies that shard them"
     ) in said
-
-
-def test_a_narrow_comm_dtype_is_not_exact() -> None:
-    assert plan(2).exact
-    assert not plan(2, RingAttention(comm_dtype="bfloat16"), DDP("cp")).exact

@@ -21,7 +21,7 @@ from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.dense_attention import MASKS, gap, mask_of, sample, with_gradients
 
 SCALE, EXACT = 0.6, 1e-12
-AROUND = {"mask": None, "causal": False, "wire": None}
+AROUND = {"mask": None, "causal": False}
 Ran = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 
@@ -37,7 +37,6 @@ def run(
     *,
     causal: bool = False,
     balance: str = "zigzag",
-    wire: torch.dtype | None = None,
     shift: Callable[[Group], ShiftFn] = shifting,
     during: Callable[[World], Any] | None = None,
 ) -> list[torch.Tensor | None]:
@@ -50,7 +49,7 @@ def run(
             sharding.token_ranges(length, group.index),
             tuple(sharding.token_ranges(keys, index) for index in range(ranks)),
         )
-        circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group), wire)
+        circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group))
         query, grad = (_of(mine, given[at]) for at in (0, 3))
         own = [
             query.requires_grad_(),
@@ -142,15 +141,6 @@ def test_bfloat16_is_merged_and_summed_in_float32() -> None:
     found = run(given, 4, causal=True)[:4]
     assert {each.dtype for each in found} == {torch.bfloat16}
     assert max(map(gap, [each.double() for each in found], true)) < 2e-2
-
-
-def test_with_comm_dtype_bfloat16_only_keys_of_other_ranks_are_rounded() -> None:
-    given = sample(24)
-    true = with_gradients(given, None, causal=True, scale=SCALE)[:4]
-    found = run(given, 3, causal=True, wire=torch.bfloat16)[:4]
-    assert 1e-5 < max(map(gap, found, true)) < 2e-2
-    alone = run(given, 1, causal=True, wire=torch.bfloat16)[:4]
-    assert max(map(gap, alone, true)) < EXACT
 
 
 class Products(TorchDispatchMode):
@@ -310,7 +300,7 @@ def test_tensors_passed_on_may_be_overwritten():
     own_range = ((0, 7),)
 
     def play(world: World) -> list[torch.Tensor]:
-        circle = AttentionRing(0, own_range, (own_range,), SCALE, True, shifting(world.group(["cp"])), None)
+        circle = AttentionRing(0, own_range, (own_range,), SCALE, True, shifting(world.group(["cp"])))
         out = ring_attention(circle, query, key, value, None)
         handed = out.transpose(1, 2).reshape(out.shape[0], 7, -1)
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]

@@ -98,15 +98,6 @@ def test_gradients_that_do_not_return_to_their_rank_are_noticed(monkeypatch: pyt
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_comm_dtype_bfloat16_is_near_one_device_and_the_plan_says_so() -> None:
-    wired = (RingAttention(comm_dtype="bfloat16"), DDP("cp"))
-    analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), wired)
-    verdict = verify(analyzed, plan, batches(1))
-    assert verdict.passed
-    assert verdict.tolerance > 1e-3  # that of a wire of eight bits of mantissa, not that of float64
-    assert trace(analyzed, plan, fake=False).passed
-
-
 def test_a_gpt2_with_tied_embedding_and_positions_in_glue_equals_one_device() -> None:
     sizes = {
         "vocab_size": 67,

@@ -16,6 +16,7 @@ Every rank decodes the same codes, its own too, so all end with the same bits.
         all_reduce                       c(N) of 2 ranks, 2 (n-1) c(ceil(N/n)) of more
         reduce_scatter, all_gather       (n-1) c(N/n)
         all_to_all                       (n-1) c(N/n); of p parts that are coded apart: p (n-1)/n c(N/p)
+        shift (ring_attention.py)        c(N); of p parts that are coded apart: p c(N/p)
 
 Between two ranks a sum by slices would send as much, in two messages, and round the sum once more.
 """
@@ -189,15 +190,25 @@ class CodedRedistribution:
 
     def _encode(self, values: torch.Tensor, places: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         flat = values.reshape(prod(values.shape))
-        with torch._C.DisableTorchFunction():  # scales stay float32 in a model that computes in float64
-            codes = self.codec.encode(flat)
-            if self.observe is not None:
-                self.observe(flat, codes, places)
+        codes = encode(self.codec, flat)
+        if self.observe is not None:
+            self.observe(flat, codes, places)
         return codes
 
     def _decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunction():
-            self.codec.decode(codes, values)
+        decode(self.codec, codes, values)
+
+
+def encode(codec: Codec, values: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of flat `values`; scales stay float32 in a model that computes in float64."""
+    with torch._C.DisableTorchFunction():
+        return codec.encode(values)
+
+
+def decode(codec: Codec, codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes what `codes` say into `values`, contiguous."""
+    with torch._C.DisableTorchFunction():
+        codec.decode(codes, values)
 
 
 def coded_messages(
@@ -205,7 +216,7 @@ def coded_messages(
 ) -> tuple[tuple[str, int], ...]:
     """Returns the collectives that carry `collective`, of `numel` elements per rank, as codes, each with the
     bytes that a rank puts in. `code_nbytes(numel)` are those of the codes of so many elements; `num_parts` of
-    what is exchanged are coded apart, at least one for each rank.
+    what is exchanged, or shifted, are coded apart, of an exchange at least one for each rank.
     """
     part = -(-numel // num_ranks)
     match collective:
@@ -220,5 +231,7 @@ def coded_messages(
             return (("all_to_all", num_parts * code_nbytes(numel // num_parts)),)
         case "all_gather":
             return ((collective, code_nbytes(numel)),)
+        case "shift":
+            return ((collective, max(1, num_parts) * code_nbytes(numel // max(1, num_parts))),)
         case _:
             return ()

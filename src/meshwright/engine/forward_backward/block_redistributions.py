@@ -135,7 +135,9 @@ class BlockCollectives:
         )
         return redistribute(tensor, group, src, dst, lambda: self._state.current_action, overlap_fn, carry)
 
-    def _carry(self, axis: str, name: ActivationName | None, *, is_observed: bool = True) -> CarryFn | None:
+    def _carry(
+        self, axis: str, name: ActivationName | None, *, is_observed: bool = True
+    ) -> "_CodedMove | None":
         """Returns what carries the activation `name` along `axis` as codes, and notes that a layer takes it;
         None: it travels as it is.
         """
@@ -145,6 +147,13 @@ class BlockCollectives:
         if not codec.is_used_in(self._state.step.number):
             return None
         return _CodedMove(codec, self._observer.take(name) if is_observed else None, name.part_dim)
+
+    def codes(self, axis: str, name: ActivationName) -> tuple[ActivationCodec, ObservedUse | None] | None:
+        """Returns the codec of the activation `name`, which a strategy sends along `axis` itself, and what
+        notes what its codes lose; None: it travels as it is.
+        """
+        carry = self._carry(axis, name)
+        return None if carry is None else (carry.codec, carry.use)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Work:
         """Starts sending `tensor` to the rank `offset` positions on around `axis`, for the current action.

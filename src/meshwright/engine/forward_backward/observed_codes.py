@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 
+from meshwright.comm.collectives.coded_redistribution import ObserveFn
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.stage_transfers import StageValue
@@ -66,9 +67,10 @@ def lost_and_error(
 ) -> tuple[torch.Tensor, float]:
     """Returns what `codes` lose of `tensor`, flat, and the largest such loss in units of what is allowed."""
     decoded = torch.empty_like(tensor)
-    codec.decode(codes, decoded)
-    lost = (tensor - decoded).view(-1)
-    return lost, codec.error_in_units(tensor, lost)
+    with torch._C.DisableTorchFunction():  # as the codes were made: scales stay float32
+        codec.decode(codes, decoded)
+        lost = (tensor - decoded).view(-1)
+        return lost, codec.error_in_units(tensor, lost)
 
 
 def _global_index(
@@ -126,7 +128,7 @@ class BlockCodeObserver:
         is_first_run, keys = action.kind in FORWARD_KINDS, list[tuple[str, ...]]()
         for module in (name.module, *name.others):
             place = module, name.side, name.slot
-            self._num_uses[place] += name.first_sample == 0
+            self._num_uses[place] += name.first_sample == 0 and not name.is_recoded
             keys.append((action.subject, *place, str(self._num_uses[place])))
             if is_first_run:
                 nothing = torch.zeros(0, dtype=torch.int64)
@@ -155,20 +157,41 @@ class ObservedUse:
         group: Group,
         *,
         is_backward: bool,
-    ) -> Callable[[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None] | None:
+    ) -> ObserveFn | None:
         """Returns the function that notes what codes of `local`, placed as `placement` along `group`, lose;
         None: another run, or rank, notes it.
         """
+        if self.name.places is not None:
+            return self.note_part(
+                codec, tuple(local.shape), self.name.places(is_backward), is_backward=is_backward
+            )
+        if not (is_backward or self.notes_forward):
+            return None
+        found = self._places(tuple(local.shape), placement, group)
+        return None if found is None else self._note_at(codec, *found, is_backward=is_backward)
+
+    def note_part(
+        self,
+        codec: ActivationCodec,
+        local_shape: tuple[int, ...],
+        places: Mapping[int, tuple[int, Sequence[int]]],
+        *,
+        is_backward: bool,
+    ) -> ObserveFn | None:
+        """Returns the same for a part of what attention takes, of `local_shape`; `places` as those of an
+        `ActivationName`.
+        """
+        if not (is_backward or self.notes_forward):
+            return None
+        found = self._places_in_attention(local_shape, places)
+        return self._note_at(codec, *found, is_backward=is_backward)
+
+    def _note_at(
+        self, codec: ActivationCodec, shape: tuple[int, ...], index: torch.Tensor, *, is_backward: bool
+    ) -> ObserveFn | None:
         observed = self.state.observed_codes
-        if observed is None or not (is_backward or self.notes_forward):
+        if observed is None:
             return None
-        if self.name.places is None:
-            found = self._places(tuple(local.shape), placement, group)
-        else:
-            found = self._places_in_attention(tuple(local.shape), self.name.places(is_backward))
-        if found is None:
-            return None
-        shape, index = found
         direction, keys = (BACKWARD, self.keys) if is_backward else (FORWARD, self.keys[:1])
 
         def note(

@@ -10,8 +10,9 @@ each axis; blocks compute in the compute dtype, on what codes say.
           2 ranks    y = code(y_0) + code(y_1)                     codes of all of y to the other rank
           n ranks    y = code(code(y_0) + ... + code(y_n-1))       codes of slices, then those of their sums
           sequence parallelism: slices x' = code(x) are gathered; sums of slices are not coded once more
-    cp    ulysses exchanges code(q), code(k), code(v), and code(o) back; each head is coded apart, so that one
-          that goes to several ranks is the same there
+    cp    ulysses exchanges code(q), code(k), code(v), and code(o) back; round a ring travels code(k, v), made
+          once by the rank that has them, and all ranks compute with it; the hybrid does both, one after the
+          other. Each head is coded apart, so that one that goes to several ranks is the same there
 
     code(x) = decode(encode(x)): of each rank's slice of a value, flat, in blocks of 256 (int8, float8)
     actions, and collectives inside blocks, mean what they meant; `carried_by` says which codes carry them
@@ -19,7 +20,8 @@ each axis; blocks compute in the compute dtype, on what codes say.
 The backward of a coded move is the coded move back: the derivative of rounding, which is zero nearly
 everywhere, is taken as one (straight through), and the gradient is coded as the value was. A value that a
 stage forwards is coded again, which changes nothing more: code(code(x)) = code(x). Its gradient is the sum of
-what arrives and the stage's own, coded at each hop. Nothing is owed: what codes lose is lost.
+what arrives and the stage's own, coded at each hop. In a ring each rank's summand of a gradient is coded
+once, and the rank that has the keys adds up what codes say. Nothing is owed: what codes lose is lost.
 
 What travels as codes between stages: floating-point values of samples that need a gradient. Along tp: the
 sums in which pairs of 1-D tensor parallelism end, those of the gradients that their first layers share, and
@@ -36,6 +38,7 @@ the decoded value, and makes the same codes as the first forward.
     tp, sum over n ranks                         2 (n-1) c(ceil(N/n))                8 N (n-1)/n
     tp, gather or scatter of the sequence        (n-1) c(N/n)                        4 N (n-1)/n
     cp, exchange of the tokens of h heads        h (n-1)/n c(N/h), N of a rank       4 N (n-1)/n
+    cp, ring, N keys and values of h heads       h (n-1) c(N/h); backward twice      4 N (n-1); backward twice
     c(m) = 2 m (bfloat16, float16), m + 4 ceil(m / 256) (float8, int8)
 
     codec      largest error of code(x)                        c(N) / 4 N
@@ -46,7 +49,8 @@ the decoded value, and makes the same codes as the first forward.
 
 Tolerance: at equal weights the loss is off by no more than u per code that a value goes through, relative: u
 = 2^-8, 2^-11, 2^-4, 1/254; one for each boundary and gather, n for a sum over n ranks, and one more if its
-sum is coded too; 8 u for a call of attention, whose scores s are off by 2 u |s|: |s| up to 1.5. `verify`
+sum is coded too; 8 u for a call of attention under ulysses, whose scores s are off by 2 u |s|, |s| up to 1.5;
+4 u for one in a ring, where keys and values alone are coded; 12 u in the hybrid. `verify`
 checks this in each step, but beside weight versions (PipeDream), and to 1e-10 that every number of every rank
 is that of one device whose values and gradients lose what the codes lost (docs/concepts/verification.md).
 
@@ -83,6 +87,7 @@ from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.plan.strategy_interface import ActivationCodec, Handler, Runtime, Strategy, StrategyPhase
 
 CodecName = Literal["bfloat16", "float16", "float8", "int8"]
@@ -91,8 +96,11 @@ UNIT_ERROR: Mapping[str, float] = MappingProxyType(
     {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4, "int8": 1 / 254}
 )
 CodedAxis = Literal["pp", "tp", "cp"]
-CODES_PER_ATTENTION = 8  # what four codes do to an output of attention, in units, with scores up to 1.5
+# what codes of queries, keys, values and output do to an output of attention, in units, with scores up to 1.5
+CODES_PER_EXCHANGE = 8
+CODES_PER_RING = 4  # of keys and values
 TOKEN_DIM = 1  # of a residual stream [samples, tokens, hidden]
+RUN_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS)
 BOUNDARY_KINDS = ("SEND", "RECV", "SEND_GRAD", "RECV_GRAD")
 OR_REMOVE = "or remove compress_activations"
 LOCATION = "strategies.compress_activations"
@@ -101,7 +109,8 @@ LOCATION = "strategies.compress_activations"
 @dataclass(frozen=True)
 class ActivationCompression(Strategy):
     """Sends activations and their gradients along `axis` as codes of `codec`: between pipeline stages ("pp"),
-    in the sums, gathers and scatters of 1-D tensor parallelism ("tp"), or in the exchanges of Ulysses ("cp").
+    in the sums, gathers and scatters of 1-D tensor parallelism ("tp"), or of context parallelism ("cp"): the
+    exchanges of Ulysses, the keys and values of a ring.
 
     Values of fewer than `min_numel` elements, and all in the first `exact_steps` steps, travel as they are.
     """
@@ -127,10 +136,7 @@ class ActivationCompression(Strategy):
             calls = [call for call in sharding.model_spec.layer_calls if call.role == "rowwise"]
             numels = [call.out_numel * job.train.batch for call in calls]
         else:
-            numels = [
-                attend.query_len * attend.num_heads * attend.head_dim * job.train.batch
-                for attend in _attention_calls(sharding)
-            ]
+            numels = [_sent_along_cp(attend) * job.train.batch for attend in _attention_calls(sharding)]
         largest = max(numels)
         if largest < self.min_numel:
             text = f"no value {where} has {self.min_numel} elements; the largest has {largest}"
@@ -161,7 +167,7 @@ class ActivationCompression(Strategy):
 
     def _passes_inside(self, action: Action, view: RankView) -> Mapping[str, int]:
         """Returns the elements that a rank codes and decodes along the axis inside `action`."""
-        num_encoded = num_decoded = 0
+        num_encoded = num_decoded = 0.0
         for transfer in action.inner_transfers:
             if not transfer.carried_by or not transfer.code_parts or transfer.axes != (self.axis,):
                 continue
@@ -169,9 +175,13 @@ class ActivationCompression(Strategy):
             num_ranks = transfer.num_ranks(view.plan.mesh)
             sums_slices = transfer.collective == "all_reduce" and num_ranks > 2
             is_gathered = len(transfer.carried_by) == 1 and transfer.carried_by[0].collective == "all_gather"
+            if transfer.collective == "shift":
+                encoded, decoded = _passes_in_ring(view.plan, numel, is_forward=action.kind in RUN_KINDS)
+                num_encoded, num_decoded = num_encoded + encoded, num_decoded + decoded
+                continue
             num_encoded += numel + (numel // num_ranks if sums_slices else 0)
             num_decoded += numel * (num_ranks if is_gathered else 2 if sums_slices else 1)
-        found = {f"encode {self.codec}": num_encoded, f"decode {self.codec}": num_decoded}
+        found = {f"encode {self.codec}": round(num_encoded), f"decode {self.codec}": round(num_decoded)}
         return {name: count for name, count in found.items() if count}
 
     def loss_tolerance(self, sharding: ShardingPlan) -> float:
@@ -179,7 +189,9 @@ class ActivationCompression(Strategy):
             return UNIT_ERROR[self.codec] * max(1, len(sharding.stages) - 1)
         if self.axis == "tp":
             return UNIT_ERROR[self.codec] * _num_codes_in_forward(sharding)
-        return UNIT_ERROR[self.codec] * CODES_PER_ATTENTION * len(_attention_calls(sharding))
+        near, around = _exchange_and_ring(sharding)
+        codes = (near > 1) * CODES_PER_EXCHANGE + (around > 1) * CODES_PER_RING
+        return UNIT_ERROR[self.codec] * codes * len(_attention_calls(sharding))
 
     @property
     def flat_codec(self) -> "FlatCodec":
@@ -325,20 +337,40 @@ def _nothing_sent_along_tp(sharding: ShardingPlan) -> tuple[str, str] | None:
 
 def _nothing_sent_along_cp(sharding: ShardingPlan) -> tuple[str, str] | None:
     sequence_sharding, num_ranks = sharding.sequence_sharding, sharding.mesh.cp
-    fix = f'set mesh.cp to 2 or more and add the strategy "ulysses", {OR_REMOVE}'
+    fix = f'set mesh.cp to 2 or more and add the strategy "ulysses" or "ring", {OR_REMOVE}'
     if sequence_sharding is None or num_ranks == 1:
         return f"no value travels between ranks that share sequences: mesh.cp is {num_ranks}", fix
     if not _attention_calls(sharding):
         return "no block calls attention, and what else travels along cp stays exact", fix
-    if sequence_sharding.num_inner_ranks < num_ranks:
-        text = "keys and values travel round a ring, which sends them as they are, or in its comm_dtype"
-        return text, f'use the strategy "ulysses" in place of the ring, {OR_REMOVE}'
     shared = next((each for each in _attention_calls(sharding) if each.num_kv_heads < sharding.mesh.tp), None)
     if shared is not None:
         text = f"{shared.block_call}: tensor-parallel ranks share {shared.num_kv_heads} key heads, and codes "
         text += f"of each would round them otherwise: mesh.tp is {sharding.mesh.tp}"
         return text, f"set mesh.tp to {shared.num_kv_heads} or less, {OR_REMOVE}"
     return None
+
+
+def _exchange_and_ring(sharding: ShardingPlan) -> tuple[int, int]:
+    """Returns how many ranks exchange tokens for heads, and how many groups of them are a ring."""
+    sequence_sharding = sharding.sequence_sharding
+    near = 1 if sequence_sharding is None else sequence_sharding.num_inner_ranks
+    return near, 1 if sequence_sharding is None else sequence_sharding.num_ranks // near
+
+
+def _sent_along_cp(attend: AttentionSpec) -> int:
+    """Returns the most elements of one sample that all ranks together send at once for a call."""
+    queries = attend.query_len * attend.num_heads * attend.head_dim
+    return max(queries, attend.key_len * attend.num_kv_heads * (attend.head_dim + attend.value_head_dim))
+
+
+def _passes_in_ring(sharding: ShardingPlan, numel: int, *, is_forward: bool) -> tuple[float, float]:
+    """Returns the elements that a rank codes and decodes in a ring, for each message of `numel` that it
+    sends: keys and values are coded once and decoded by all, summands of gradients coded for each rank.
+    """
+    others = _exchange_and_ring(sharding)[1] - 1
+    if is_forward:
+        return numel / others, numel * (others + 1) / others
+    return numel * (others + 1) / (2 * others), numel * (2 * others + 1) / (2 * others)
 
 
 def _attention_calls(sharding: ShardingPlan) -> tuple[AttentionSpec, ...]:

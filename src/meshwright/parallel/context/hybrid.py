@@ -32,7 +32,7 @@ arXiv 2405.07719 (section 3); Gu et al. 2024, "LoongTrain", arXiv 2406.18485.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -49,9 +49,10 @@ from meshwright.parallel.context.context_parallel_strategy import (
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
 from meshwright.parallel.context.ring import (
+    REMOVED_KEYS,
     LoadBalance,
-    comm_rounding,
     in_flight_nbytes,
+    ring_codes,
     ring_sharding,
     ring_transfers,
 )
@@ -80,21 +81,13 @@ class HybridContextParallel(ContextParallel):
     """Shards the tokens of each sample along `axis`: an all-to-all between `ulysses_degree` neighbours, a
     ring between groups.
 
-    `load_balance` and `comm_dtype` are those of the ring.
+    `load_balance` is that of the ring.
     """
 
     name: ClassVar[str] = "hybrid_context_parallel"
+    removed_keys: ClassVar[Mapping[str, str]] = REMOVED_KEYS
     ulysses_degree: int = 2
     load_balance: LoadBalance = "zigzag"
-    comm_dtype: Literal["", "bfloat16"] = ""
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
-        """Whether keys and values travel in their own dtype."""
-        return not self.comm_dtype
-
-    def tolerance(self, sharding: ShardingPlan) -> float:
-        return comm_rounding(sharding, self.comm_dtype)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
@@ -181,15 +174,24 @@ class HybridContextParallel(ContextParallel):
                 shift=lambda output, tensor: runtime.state.collectives.shift(
                     output, tensor, self.axis, offset=sequence_sharding.num_inner_ranks
                 ),
-                comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **kwargs,
             ),
+        )
+        length, near = call.key_shard.length, sequence_sharding.num_inner_ranks
+        codes = ring_codes(
+            *(runtime, self.axis, ring),
+            lambda rank, is_backward: {
+                1: (given.key.shape[1], exchange.kv_heads(given, is_gradient=is_backward)),
+                2: (length, ring.key_positions[rank].tolist()),
+            },
+            near,
+            is_recoded=near > 1,
         )
         keep = dropout_keep_mask(call, ring.query_spans, exchange.head_range(given))
         view = recent.block_mask(
             ring, mine.mask, mine.query.device, call.mask, cacheable=call.query_shard.caches_slices
         )
-        out = ring_attention(ring, mine.query, mine.key, mine.value, mine.mask, keep, view)
+        out = ring_attention(ring, mine.query, mine.key, mine.value, mine.mask, keep, view, codes)
         return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _ring_transfers(
@@ -205,17 +207,13 @@ class HybridContextParallel(ContextParallel):
             sum(counts[first : first + sequence_sharding.num_inner_ranks])
             for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
         )
-        numel = (
-            num_samples
-            * (heads // sequence_sharding.num_inner_ranks if needs.used_heads else needs.num_sent)
-            * most
-            * (attention_call.head_dim + attention_call.value_head_dim)
-        )
+        travelling = heads // sequence_sharding.num_inner_ranks if needs.used_heads else needs.num_sent
+        numel = num_samples * travelling * most * (attention_call.head_dim + attention_call.value_head_dim)
         return ring_transfers(
             numel,
             sequence_sharding.num_ranks // sequence_sharding.num_inner_ranks - 1,
             self.axis,
-            self.comm_dtype,
+            travelling,
             job,
         )
 

@@ -23,10 +23,11 @@ tokens:
                   begins, so all masks are balanced; in a step a document of L tokens is a square of L/P
     contiguous    neighbouring tokens: under a causal mask the last computes (2 P - 1) / P times the mean
 
-With `comm_dtype = "bfloat16"` keys and values are sent in that dtype; a rank's own are not rounded, nor are
-gradients, so that is the only rounding: keys and values are off by u = 2^-9 at most, so a score s by u |s|,
-and the output of attention by (1 + 2 |s|) u of the largest value. With |s| up to 1.5, as in fresh models,
-these are 4 u per attention call, which add up: `verify` allows that share of the largest number of a block.
+With `compress_activations` along cp (activation_compression.py) keys, values and their gradients travel as
+codes, each c bytes for a message: every rank computes with k' = code(k) and v' = code(v), which the rank that
+has the tokens codes once. Of a gradient each rank sends the codes of its summand to the rank that has the
+keys, over s hops in step s: on a ring with several ranks on each host more of that crosses hosts than of a
+sum that travels round; with the hybrid, as much. Sent: c (P-1) forward, 2 c (P-1) backward.
 Cost: the transfer of a step overlaps with its computation if that takes longer: from some thousands of
 tokens per rank on. If each query attends to neighbouring keys (causal, window, packed documents, padding,
 prefix), fully masked blocks are not computed (block_mask.py); their messages are sent all the same. Layers
@@ -43,6 +44,7 @@ Herd of Models", arXiv 2407.21783, section 3.3.2 (2 P chunks, an early and a lat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -59,7 +61,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
 from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.parallel.context.ring_geometry import AttentionRing
+from meshwright.parallel.context.ring_geometry import AttentionRing, KeyPlaces, RingCodes
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -69,30 +71,27 @@ from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import reduce_totals_along, step_total_nbytes
-from meshwright.plan.strategy_interface import Handler, Runtime
+from meshwright.plan.strategy_interface import ActivationName, Handler, Runtime
 
 LoadBalance = Literal["zigzag", "contiguous", "striped"]
+REMOVED_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "comm_dtype": "remove it; to send keys and values in fewer bytes add [[strategies]] name = "
+        '"compress_activations", axis = "cp", codec = "bfloat16" (or "int8")'
+    }
+)
 
 
 @dataclass(frozen=True)
 class RingAttention(ContextParallel):
-    """Shards the tokens of each sample along `axis`; keys and values travel round it, in `comm_dtype` if
-    given.
+    """Shards the tokens of each sample along `axis`; keys and values travel round it.
 
     `load_balance` gives all ranks equal work under a causal mask, except "contiguous".
     """
 
     name: ClassVar[str] = "ring"
+    removed_keys: ClassVar[Mapping[str, str]] = REMOVED_KEYS
     load_balance: LoadBalance = "zigzag"
-    comm_dtype: Literal["", "bfloat16"] = ""
-
-    @property
-    def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
-        """Whether keys and values travel in their own dtype."""
-        return not self.comm_dtype
-
-    def tolerance(self, sharding: ShardingPlan) -> float:
-        return comm_rounding(sharding, self.comm_dtype)
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
@@ -140,7 +139,7 @@ class RingAttention(ContextParallel):
             num_samples * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
             self.axis,
-            self.comm_dtype,
+            groups,
             job,
         )
 
@@ -158,14 +157,18 @@ class RingAttention(ContextParallel):
                     for index in range(sequence_sharding.num_ranks)
                 ),
                 shift=lambda output, tensor: runtime.state.collectives.shift(output, tensor, self.axis),
-                comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **kwargs,
             ),
+        )
+        length, heads = call.key_shard.length, list(range(given.key.shape[1]))
+        codes = ring_codes(
+            *(runtime, self.axis, ring),
+            lambda rank, _: {1: (len(heads), heads), 2: (length, ring.key_positions[rank].tolist())},
         )
         keep, keeps = dropout_keep_mask(call, ring.query_spans), call.query_shard.caches_slices
         view = recent.block_mask(ring, given.mask, given.query.device, call.mask, cacheable=keeps)
         return given.restore_shape(
-            ring_attention(ring, given.query, given.key, given.value, given.mask, keep, view)
+            ring_attention(ring, given.query, given.key, given.value, given.mask, keep, view, codes)
         )
 
 
@@ -176,24 +179,48 @@ def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) ->
     )
 
 
-def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
-    """Returns the relative error that `comm_dtype` may cause (see the module)."""
-    tokens = sharding.model_spec.sequence_info
-    return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
+def ring_codes(
+    runtime: Runtime,
+    axis: str,
+    ring: AttentionRing,
+    places: KeyPlaces,
+    stride: int = 1,
+    *,
+    is_recoded: bool = False,
+) -> RingCodes | None:
+    """Returns how keys and values of the next attention call travel round `ring`, of every `stride`-th rank
+    along `axis`, as codes; None: they travel as they are. `is_recoded`: codes have carried them before.
+    """
+    num_ranks, collectives = len(ring.key_spans), runtime.state.collectives
+    if num_ranks == 1:
+        return None
+    names = (ActivationName("", "input", slot, is_recoded=is_recoded) for slot in ("key", "value"))
+    (codec, use), (_, use_of_value) = (collectives.codes(axis, name) or (None, None) for name in names)
+    if codec is None:
+        return None
+    return RingCodes(
+        codec,
+        lambda output, tensor, steps: collectives.shift(
+            output, tensor, axis, offset=(num_ranks - steps) * stride
+        ),
+        places,
+        tuple(each.note_part for each in (use, use_of_value) if each is not None),
+    )
 
 
 def ring_transfers(
-    numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
+    numel: int, num_steps: int, axis: str, num_heads: int, job: Job
 ) -> tuple[list[Transfer], list[Transfer]]:
     """Returns the collectives of a forward and of a backward around a ring of `num_steps` steps, `numel`
-    elements per message.
+    elements of `num_heads` heads per message.
 
     In backward each message of gradients stands behind the next one of keys and values.
     """
     wide = "float64" if job.precision.compute == "float64" else "float32"
-    dtypes = (comm_dtype or job.precision.compute, wide)
     keys, gradients = (
-        [Transfer("shift", (axis,), numel * FLOAT_NBYTES[dtype], dtype=dtype)] * num_steps for dtype in dtypes
+        [Transfer("shift", (axis,), numel * FLOAT_NBYTES[dtype], dtype=dtype, code_parts=num_heads)]
+        * num_steps
+        for dtype in (job.precision.compute, wide)
     )
     return keys, [
         *keys[:1],

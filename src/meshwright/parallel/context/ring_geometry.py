@@ -1,8 +1,8 @@
-"""The geometry of a ring: the positions of every rank's queries and keys, messages in flight, and the blocks
-of queries and keys that are computed.
+"""The geometry of a ring: the positions of every rank's queries and keys, messages in flight and their codes,
+and the blocks of queries and keys that are computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -10,8 +10,10 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from meshwright.comm.collectives.coded_redistribution import ObserveFn, decode, encode
 from meshwright.model.tensors.select_token_ranges import PositionSelector, span_positions
 from meshwright.plan.sharding.sequence_sharding import TokenRange, num_positions, select_positions
+from meshwright.plan.strategy_interface import ActivationCodec
 
 MaskKind = Literal["all", "causal", "some"]
 
@@ -33,8 +35,8 @@ class AttentionRing:
     """The ranks of a ring, seen from the one at `index`: the positions of its own queries, and of the keys of
     every rank.
 
-    `causal`: a query attends to keys at its position and before. Keys and values travel in `comm_dtype`;
-    None: in their own. Dropout drops attention weights with probability `dropout_p`.
+    `causal`: a query attends to keys at its position and before. `shift` passes messages on round the ring.
+    Dropout drops attention weights with probability `dropout_p`.
     """
 
     index: int
@@ -43,7 +45,6 @@ class AttentionRing:
     scale: float
     causal: bool
     shift: ShiftFn
-    comm_dtype: torch.dtype | None = None
     dropout_p: float = 0.0
     _selector: PositionSelector = field(default_factory=PositionSelector, repr=False)
 
@@ -74,6 +75,110 @@ class AttentionRing:
     def add_to_keys(self, tensor: torch.Tensor, rank: int, keys: TokenRange, added: torch.Tensor) -> None:
         """Adds `added` to these columns of `tensor`, in place."""
         self._selector.add_to_spans(tensor, -1, select_positions(self.key_spans[rank], *keys), added)
+
+
+# of a rank, and whether of gradients: which part of all keys its keys are, as an ActivationName has it
+KeyPlaces = Callable[[int, bool], Mapping[int, tuple[int, Sequence[int]]]]
+
+
+class NotePartFn(Protocol):
+    """Returns the function that notes what codes of a part of keys, or of values, lose; None: nobody asks."""
+
+    def __call__(
+        self,
+        codec: ActivationCodec,
+        local_shape: tuple[int, ...],
+        places: Mapping[int, tuple[int, Sequence[int]]],
+        *,
+        is_backward: bool,
+    ) -> ObserveFn | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class RingCodes:
+    """How keys, values and their gradients of one attention call travel as codes: of each head its keys, then
+    its values, apart from other heads.
+
+    `shift_back(output, tensor, steps)` sends to the rank `steps` back in the ring, and receives from as far
+    on. `notes` note what codes lose of keys, and of values (empty: nobody asks), whose `places` are given.
+    """
+
+    codec: ActivationCodec
+    shift_back: Callable[[torch.Tensor, torch.Tensor, int], PendingTransfer]
+    places: KeyPlaces
+    notes: tuple[NotePartFn, ...] = ()
+
+    def are_sent_for(self, ring: AttentionRing, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Returns whether messages in the dtype of `key` travel as codes."""
+        return bool(self._messages(ring, key, value))
+
+    def pack(
+        self,
+        ring: AttentionRing,
+        rank: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_backward: bool,
+        is_noted: bool = True,
+    ) -> torch.Tensor:
+        """Returns the message with the codes of `key` and `value`, those of `rank` or their gradients, uint8
+        [heads, bytes]: as long as that of the rank with most keys.
+        """
+        ((_, nbytes),) = self._messages(ring, key, value)
+        message = torch.zeros(key.shape[1], nbytes // key.shape[1], dtype=torch.uint8, device=key.device)
+        if not key.shape[2]:
+            return message
+        notes = list[ObserveFn | None]()
+        for each, note in zip((key, value), self.notes if is_noted else (), strict=False):
+            places = self.places(rank, is_backward)
+            notes.append(note(self.codec, tuple(each.shape), places, is_backward=is_backward))
+        for head, codes in enumerate(message):
+            pair = [each[:, head].reshape(-1) for each in (key, value)]
+            flat = torch.cat(pair)
+            found = encode(self.codec, flat)
+            codes[: len(found)] = found
+            for slot, note in enumerate(notes):
+                if note is not None:
+                    note(flat, found, _places_of_head(head, slot, pair))
+        return message
+
+    def unpack(
+        self, message: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_keys: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what the codes of `num_keys` keys and their values say, like `key` and `value`."""
+        found = [each.new_empty((*each.shape[:2], num_keys, each.shape[-1])) for each in (key, value)]
+        sizes = [each[:, 0].numel() for each in found]
+        flat = key.new_empty(sum(sizes))
+        for head, codes in enumerate(message if num_keys else ()):
+            decode(self.codec, codes, flat)
+            for each, piece in zip(found, flat.split(sizes), strict=True):
+                each[:, head] = piece.view(each[:, head].shape)
+        return found[0], found[1]
+
+    def _messages(
+        self, ring: AttentionRing, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[tuple[str, int], ...]:
+        numel, dtype = ring.max_keys * numel_per_token(key, value), str(key.dtype).removeprefix("torch.")
+        return self.codec.messages("shift", numel, dtype, len(ring.key_spans), key.shape[1])
+
+
+def _places_of_head(
+    head: int, slot: int, pair: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function that picks the places of keys (`slot` 0) or values of one head for both."""
+
+    def places(index: torch.Tensor) -> torch.Tensor:
+        parts = [index.new_full((each.numel(),), -1) for each in pair]
+        parts[slot] = index[:, head].reshape(-1)
+        return torch.cat(parts)
+
+    return places
+
+
+def numel_per_token(key: torch.Tensor, value: torch.Tensor) -> int:
+    """Returns the elements of one token in all samples and heads of `key` and `value`, [B, G, m, d or e]."""
+    return key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
 
 
 @dataclass(frozen=True)

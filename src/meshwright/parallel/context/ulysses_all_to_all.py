@@ -161,6 +161,24 @@ class HeadExchange:
         )
         return place * each, (place + 1) * each
 
+    def kv_heads(self, inputs: AttentionInputs, *, is_gradient: bool) -> list[int]:
+        """Returns the key/value heads of `inputs` that this rank receives, in order. Of several copies, which
+        are the same, all but the first are -1; each has a gradient of its own.
+        """
+        near = self.sequence_sharding.num_inner_ranks
+        needs = KVHeadAssignment.for_heads(inputs.query.shape[1], inputs.key.shape[1], near)
+        place, received = self.index % near, list[list[int]]()
+        for rank, sent in enumerate(needs.sent_heads):
+            used = needs.used_heads[rank] if needs.used_heads else range(len(sent))
+            received.append([sent[at] for at in used])
+        if is_gradient:
+            return received[place]
+        known, heads = {head for own in received[:place] for head in own}, list[int]()
+        for head in received[place]:
+            heads.append(-1 if head in known else head)
+            known.add(head)
+        return heads
+
     def to_heads(self, tensor: torch.Tensor, length: int, name: ActivationName | None = None) -> torch.Tensor:
         """[B, h, local tokens, w] -> [B, h / degree, tokens of all neighbours, w], for samples of `length`
         tokens; with a `name` it may travel as codes.

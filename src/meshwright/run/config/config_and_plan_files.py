@@ -373,6 +373,10 @@ def _strategies(
             strategy_class = modes[mode] if len(modes) > 1 else next(iter(modes.values()))
             values, found = without_wrong_values(strategy_class, values, f"strategies.{name}")
             wrong += found
+            for key, fix in strategy_class.removed_keys.items():
+                if values.pop(key, None) is not None:
+                    where = check.describe_path((*path, name, key))
+                    check.diagnostics.append(Diagnostic(f"'{name}' has no key '{key}' any more", fix, where))
             chosen.append(check.convert(values, strategy_class, (*path, name)))
     return tuple(chosen), wrong
 
