@@ -218,6 +218,9 @@ def plan_diagnostics(plan: Plan, args: TrainingArguments, job: Job) -> Iterator[
             text = f"{name}: {given} in the arguments, {planned} in the plan"
             fix = "let both say the same, or pass mesh= and strategies= in place of plan="
             yield Diagnostic(text, fix, "args")
+    if plan.sharding.num_servers:
+        text = "a plan in which some ranks only serve, and have no samples"
+        yield Diagnostic(text, "write dedicated = false in parameter_server", "strategies")
     if plan.sharding.primary_rank_axes:
         text = "a plan in which one rank reads the samples of others"
         yield Diagnostic(text, "use ddp or zero in place of data_parallel_master", "strategies")

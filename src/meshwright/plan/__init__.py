@@ -9,6 +9,7 @@ Standard library only; nothing here imports torch.
     hardware                devices and networks: specifications and measurements
     event_loop              who acts next in a simulation: of programs, of schedules, deadlock checks
     optimizer_per_param     which optimizer updates which parameter, its states
+    role_programs           the list of each role: of the workers of a stage, of a dedicated server
     plan                    Plan: job, mesh and strategies, resolved
     strategy_interface      Strategy: the interface of every parallelism technique
     strategy_state          the tensors that a technique keeps from step to step

@@ -17,18 +17,12 @@ from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
+from meshwright.plan.role_programs import all_roles, role_of_view
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
-from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
-from meshwright.plan.step.program import Action, Program, Role, Transfer, drop_single_rank_transfers
-from meshwright.plan.step.single_device_program import (
-    forwards_first,
-    sequential_stage_calls,
-    single_device_program,
-)
-from meshwright.plan.step.tied_params import add_tied_grad_reductions
+from meshwright.plan.step.gradient_noise_actions import noise_scale_diagnostics
+from meshwright.plan.step.program import Action, Program, Role, Transfer
 from meshwright.plan.strategy_compatibility import (
     alignment_diagnostics,
     batch_diagnostics,
@@ -37,6 +31,7 @@ from meshwright.plan.strategy_compatibility import (
     global_batch_diagnostics,
     model_diagnostics,
     precision_diagnostics,
+    sample_diagnostics,
     sharding_diagnostics,
     strategy_choice_diagnostics,
 )
@@ -115,8 +110,9 @@ class Plan:
             *batch_sum_diagnostics(sharding),
         ]
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
+        diagnostics += sample_diagnostics(run, sharding)
         raise_diagnostics(diagnostics)
-        micro_batch = micro_batch or job.train.batch // mesh.group_size(sharding.data_axes)
+        micro_batch = micro_batch or job.train.batch // sharding.num_data
         sharding = replace(sharding, align_numel=_align_numel(align_bytes, job, model_spec))
         file_digests = tuple(strategy.file_digests() for strategy in ordered)
         return Plan(
@@ -126,7 +122,7 @@ class Plan:
             micro_batch,
             ordered,
             sharding,
-            _all_roles(job, sharding, ordered, micro_batch),
+            all_roles(job, sharding, ordered, micro_batch),
             file_digests,
             align_bytes,
         )
@@ -146,12 +142,12 @@ class Plan:
         # copies between tiers have the sizes of what the rank holds of each parameter; so have sums of owners
         differs = self.sharding.tiers != ON_DEVICE or self.sharding.has_owners
         if not is_alike or (rank != role.ranks[0] and differs):
-            (role,) = _program(self.job, view, self.strategies, self.micro_batch).roles
+            role = role_of_view(self.job, view, self.strategies, self.micro_batch)
         return self._at(rank, view, role)
 
     def rank_view(self, rank: int) -> RankView:
         """Returns what `rank` has of the sharding plan; a rank outside of the mesh has nothing."""
-        return RankView(self.sharding, self.mesh.coordinate(rank) if rank < self.mesh.world_size else {})
+        return RankView.of(self.sharding, self.mesh.coordinate(rank) if rank < self.mesh.world_size else {})
 
     def role_of(self, rank: int) -> Role:
         """Returns the role that `rank` plays. Raises ValueError for a rank that plays none."""
@@ -186,7 +182,7 @@ class Plan:
         """Returns this plan with microbatches of another size: those of a last, smaller batch."""
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
-        program = _all_roles(job, self.sharding, self.strategies, micro_batch)
+        program = all_roles(job, self.sharding, self.strategies, micro_batch)
         return Plan(**self._values(job=job, micro_batch=micro_batch, program=program))
 
     def with_strategies(
@@ -214,7 +210,7 @@ class Plan:
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
         """Returns this plan with the specification of the same model on samples of another length."""
         sharding = replace(self.sharding, model_spec=model_spec)
-        program = _all_roles(self.job, sharding, self.strategies, self.micro_batch)
+        program = all_roles(self.job, sharding, self.strategies, self.micro_batch)
         return Plan(**self._values(sharding=sharding, program=program))
 
     def _at(self, rank: int, view: RankView, role: Role) -> "RankPlan":
@@ -232,7 +228,7 @@ class Plan:
     @property
     def num_data(self) -> int:
         """The number of ranks with different samples."""
-        return self.mesh.group_size(self.sharding.data_axes)
+        return self.sharding.num_data
 
     @property
     def local_batch(self) -> int:
@@ -271,7 +267,9 @@ class Plan:
         return sum(strategy.tolerance(self.sharding) for strategy in self.strategies)
 
     def data_index(self, rank: int) -> int:
-        """Returns the index of `rank` among the `num_data` parts of the batch."""
+        """Returns the index of `rank` among the `num_data` parts of the batch; that of a server is behind
+        them.
+        """
         return self.mesh.index(self.mesh.coordinate(rank), self.sharding.data_axes)
 
     def microbatch_starts(self, index: int) -> list[int]:
@@ -288,11 +286,18 @@ class Plan:
         coordinate = self.mesh.coordinate(rank)
         return not any(coordinate[axis] for axis in self.sharding.primary_rank_axes)
 
+    def is_server(self, rank: int) -> bool:
+        """Returns whether `rank` only serves: it reads no samples, and steps parameters for the others."""
+        return self.sharding.is_server(self.mesh.coordinate(rank))
+
     def samples_read(self, rank: int) -> list[int]:
         """Returns the samples of the global batch that `rank` reads, microbatch by microbatch.
 
-        A primary rank reads those of all its ranks, in the order of the batch; they read none.
+        A primary rank reads those of all its ranks, in the order of the batch; they read none. Servers
+        read none.
         """
+        if self.is_server(rank):
+            return []
         if not self.sharding.primary_rank_axes:
             return [
                 sample
@@ -405,36 +410,6 @@ def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
 
 def _slices_params(view: RankView) -> bool:
     return any(param_sharding.sliced_dims for param_sharding in view.param_shardings)
-
-
-def _all_roles(
-    job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
-) -> Program:
-    first = sharding.mesh.coordinate(0)
-    views = [
-        RankView(sharding, {**first, "pp": pp_rank})
-        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
-    ]
-    return Program(
-        tuple(role for view in views for role in _program(job, view, strategies, micro_batch).roles)
-    )
-
-
-def _program(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
-    local = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
-    stage_calls = sequential_stage_calls(view.model_spec.block_calls, local // micro_batch)
-    if view.model_spec.num_batch_sums:
-        stage_calls = forwards_first(stage_calls)
-    for strategy in strategies:
-        stage_calls = strategy.order_stage_calls(stage_calls, view)
-    program = single_device_program(view, job, micro_batch, stage_calls)
-    for strategy in strategies:
-        program = strategy.rewrite(program, view, job)
-    program = drop_single_rank_transfers(
-        add_matrix_owner_actions(add_tied_grad_reductions(program, view, job), view, job),
-        view.plan.mesh,
-    )
-    return add_noise_scale_actions(program, view) if job.train.noise_scale else program
 
 
 def _canonical(value: Any) -> Any:

@@ -5,6 +5,7 @@ itself.
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
@@ -165,7 +166,8 @@ def _uses_axis(sharding: ShardingPlan, axis: str) -> bool:
 
 def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
     """Yields a batch that cannot be split over the ranks, or into microbatches."""
-    num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
+    num_data, batch = sharding.num_data, job.train.batch
+    readers = f"{num_data} {'workers' if sharding.num_servers else 'data-parallel ranks'}"
     if micro_batch < 0:
         yield Diagnostic(
             f"micro_batch = {micro_batch}",
@@ -173,10 +175,10 @@ def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Ite
             "micro_batch",
         )
     elif 0 < batch < num_data:
-        text = f"a global batch of {batch} samples is too small for {num_data} data-parallel ranks"
+        text = f"a global batch of {batch} samples is too small for {readers}"
         yield Diagnostic(text, f"raise train.batch to at least {num_data}, or use fewer ranks", "train.batch")
     elif batch > 0 and batch % num_data:
-        text = f"a global batch of {batch} samples does not divide by {num_data} data-parallel ranks"
+        text = f"a global batch of {batch} samples does not divide by {readers}"
         lower = batch - batch % num_data
         yield Diagnostic(
             text, f"set train.batch to {lower} or {lower + num_data}, or change the mesh", "train.batch"
@@ -193,7 +195,7 @@ def batch_statistic_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: i
     """Yields outputs that the loss reads and that are computed over all samples of a forward, where a forward
     has a part of the batch.
     """
-    num_data = sharding.mesh.group_size(sharding.data_axes)
+    num_data = sharding.num_data
     local = job.train.batch // num_data
     num_microbatches = local // micro_batch if 0 < micro_batch < local else 1
     num_parts = num_data * num_microbatches
@@ -242,6 +244,13 @@ def batch_sum_diagnostics(sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(text, fix, "strategies.pipeline.schedule")
 
 
+def sample_diagnostics(run: RunConfig, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+    """Yields text that is to be sampled where some ranks only serve: all ranks would run the model."""
+    if run.sample_tokens and sharding.num_servers:
+        text = f"{run.sample_tokens} tokens are sampled after training, and dedicated servers run no forward"
+        yield Diagnostic(text, "set run.sample_tokens = 0, or dedicated = false", "run.sample_tokens")
+
+
 def alignment_diagnostics(align_bytes: int) -> Iterator[Diagnostic]:
     """Yields what is wrong with the multiple at which buffers begin parameters and shards."""
     if align_bytes < 1 or align_bytes & (align_bytes - 1):
@@ -253,7 +262,7 @@ def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int)
     """Yields what contradicts a loss of the whole batch, or a primary rank that computes it: both need all
     outputs at once.
     """
-    local = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
+    local = job.train.batch // sharding.num_data
     if 0 < micro_batch < local and (sharding.model_spec.needs_global_batch or sharding.primary_rank_axes):
         who = (
             "the loss is computed"

@@ -153,7 +153,7 @@ def make_verdict(
         d
         for report in reports
         for d in (
-            _replica_drift(report, _replica_of(report, reports, plan)),
+            _replica_drift(report, _replica_of(report, reports, plan), _names_held(plan, report.rank)),
             _uncounted_rows(report, plan),
             _unplanned_message(report, expected_messages),
         )
@@ -226,12 +226,21 @@ def _replica_of(report: RankReport, reports: Sequence[RankReport], plan: Plan) -
     return next(each for each in reports if plan.site_of(each.rank) == site)
 
 
-def _replica_drift(report: RankReport, other: RankReport) -> Difference | None:
-    """Returns the first parameter of which two ranks hold different bits, since rounding differences grow."""
+def _names_held(plan: Plan, rank: int) -> frozenset[str]:
+    """Returns the parameters of which `rank` has the values in the end: all, or those that a server steps."""
+    view = plan.rank_view(rank)
+    model_spec = view.model_spec if view.is_server else plan.model_spec
+    return frozenset(param.name for param in model_spec.params)
+
+
+def _replica_drift(report: RankReport, other: RankReport, held: frozenset[str]) -> Difference | None:
+    """Returns the first parameter of those `held` of which two ranks have different bits, since rounding
+    differences grow.
+    """
     names = [
         name
         for name in {**other.digests, **report.digests}
-        if report.digests.get(name) != other.digests.get(name)
+        if name in held and report.digests.get(name) != other.digests.get(name)
     ]
     return (
         Difference(max(0, report.num_steps - 1), "replica", names[0], "", None, report.rank)
@@ -267,6 +276,7 @@ class _RankComparison:
         self.executor: StepExecutor | None = None
         self.step = 0
         self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
+        self._held = _names_held(parity_case.plan, report.rank)
 
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: ReferenceStep) -> None:
         """Compares the rank's samples with those of the reference's global batch."""
@@ -346,7 +356,7 @@ class _RankComparison:
         self.step, common_factor = step, cache(factor)
         scales = self._reference.scales(expected, largest)
         allowed = TOLERANCE if quantity == "initial value" else self._allowed
-        for name in reversed(list(expected)):
+        for name in (each for each in reversed(list(expected)) if each in self._held):
             block = self._reference.block_of[name]
             error = _distance(actual[name].detach(), expected[name]) / scales[block]
             self._record_error(quantity, error)
@@ -370,7 +380,7 @@ class _RankComparison:
         truth = self._reference.steps[self.step]
         found = on_cpu(self.executor.gather_gradients(local_only=microbatch is not None))
         expected = (
-            truth.gradients
+            {name: gradient for name, gradient in truth.gradients.items() if name in self._held}
             if microbatch is None
             else {name: truth.microbatch_gradients[microbatch][name] for name in found}
         )

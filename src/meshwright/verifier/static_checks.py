@@ -165,7 +165,7 @@ def _check_updates(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         return
     last = max((i for i, action in enumerate(actions) if action.kind in WEIGHT_GRAD_KINDS), default=-1)
     for action in (
-        action for action in actions[:last] if reads_summed_grads(action) or action.kind == "STEP"
+        action for action in actions[: max(last, 0)] if reads_summed_grads(action) or action.kind == "STEP"
     ):
         yield f"{action.name} comes before {actions[last].name} has added to the gradients"
     for kind in found:

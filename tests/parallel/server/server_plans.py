@@ -35,6 +35,16 @@ def server_plan(
     return mw.make_plan(analyzed or analyzed_model(), tiny_job(**job), mesh, strategies, micro_batch)
 
 
+def dedicated_plan(servers: int = 1, workers: int = 2, micro_batch: int = 1, **job: object) -> Plan:
+    """The plan of so many workers, and of servers that are nothing else."""
+    return server_plan(dedicated(servers), workers + servers, micro_batch, **job)
+
+
+def dedicated(servers: int) -> mw.ParameterServer:
+    """Servers that are no workers."""
+    return mw.ParameterServer(servers=servers, dedicated=True)
+
+
 def trained(
     plan: Plan,
     steps: range = range(3),
@@ -90,6 +100,11 @@ def group_nbytes(plan: Plan, is_counted: Callable[[int | None], bool] = lambda o
         for each in plan.sharding.param_shardings
         if each.param.trainable and is_counted(each.owner_index)
     )
+
+
+def held_by(plan: Plan, rank: int) -> set[str]:
+    """The parameters that the server `rank` steps."""
+    return {each.param.name for each in plan.sharding.param_shardings if each.owner_index == rank}
 
 
 def are_equal(mine: Sequence[dict[str, torch.Tensor]], theirs: Sequence[dict[str, torch.Tensor]]) -> bool:

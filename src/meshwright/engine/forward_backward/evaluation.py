@@ -67,9 +67,10 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
     is_pipelined = bool(plan.sharding.block_calls_by_pp_rank)
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
     with evaluation_mode(state):
-        microbatches = _microbatches(
-            _until_all_end(batches, state) if state.flat_params.forward_is_collective else batches, state
-        )
+        given = _until_all_end(batches, state) if state.flat_params.forward_is_collective else batches
+        if plan.view.is_server:  # it runs no forward, and takes part until all ranks have had their batches
+            given = [batch for batch in given if batch is None][:0]
+        microbatches = _microbatches(given, state)
         for microbatch, outputs in (
             PipelinedEvaluation(state, microbatches, EVALUATION_ACTION).outputs()
             if is_pipelined

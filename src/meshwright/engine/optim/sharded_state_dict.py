@@ -31,6 +31,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_state import STATE_PREFIX
 
 
@@ -121,15 +122,19 @@ def load_device_weights(state: RankState, state_dict: Mapping[str, torch.Tensor]
             target.copy_(values.view(target.shape))
 
 
-def filter_stage_state(
-    state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule
+def filter_remote_state(
+    state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule, sharding: ShardingPlan
 ) -> dict[str, SavedTensor]:
-    """Returns `state_dict` without the entries of pipeline stages of other ranks, which save them."""
-    if not trained_module.remote_param_names:
+    """Returns `state_dict` without the entries of other ranks, which save them: those of other pipeline
+    stages, and on servers all buffers.
+    """
+    if not trained_module.remote_param_names and not sharding.num_servers:
         return dict(state_dict)
     local_blocks = {block_of(block_call) for block_call in trained_module.model_spec.block_calls}
     remote_prefixes = tuple(
-        f"buffer/{block}." for block in trained_module.blocks if block not in local_blocks
+        f"buffer/{block}." if local_blocks else "buffer/"
+        for block in trained_module.blocks
+        if block not in local_blocks
     )
     found: dict[str, SavedTensor] = {}
     for name, value in state_dict.items():

@@ -56,29 +56,37 @@ class FlatParam:
     read_shard: Callable[[], torch.Tensor] | None = None
     optimizer_params: dict[str, nn.Parameter] = field(default_factory=dict)
 
+    @property
+    def index(self) -> int:
+        """The index of this rank along the axes of the shards."""
+        members = self.spec.member_indices
+        return members[self.group.index] if members else self.group.index
+
     @cached_property
     def param_shards(self) -> tuple[ParamShard, ...]:
         """The parameters, and parts of parameters, that lie in this rank's shard."""
-        return self.spec.param_shards(self.group.index)
+        return self.spec.param_shards(self.index)
 
     @property
     def shard_slice(self) -> slice:
         """The range of the shard in `full_tensor`."""
-        return slice(*self.spec.shard_range(self.group.index))
+        return slice(*self.spec.shard_range(self.index))
 
     @property
     def shard_numel(self) -> int:
         """The elements of the shard, padding included."""
-        return self.spec.local_numel(self.group.index)
+        return self.spec.local_numel(self.index)
 
     def gather(self, full_tensor: torch.Tensor, shard: torch.Tensor, *, action: str) -> None:
         """Fills `full_tensor` with the `shard`s of all ranks, or that of the owner; all ranks call it."""
-        if self.spec.owner_index is None:
+        owner, members = self.spec.owner_index, self.spec.member_indices
+        if owner is None:
             self.group.all_gather(full_tensor, shard, action=action).wait()
             return
         if shard.numel() and shard.data_ptr() != full_tensor.data_ptr():
             full_tensor.copy_(shard)
-        self.group.broadcast(full_tensor, source=self.spec.owner_index, action=action).wait()
+        source = members.index(owner) if members else owner
+        self.group.broadcast(full_tensor, source=source, action=action).wait()
 
     @property
     def optimizer_tensor(self) -> torch.Tensor:

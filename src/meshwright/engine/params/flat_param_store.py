@@ -355,7 +355,8 @@ class FlatParamStore:
         return blank[name] if name in blank else self._state.trained_module.parameters[name].detach()
 
     def _make_flat_param(self, spec: FlatParamSpec, full_tensor: torch.Tensor) -> FlatParam:
-        group, shapes = self._state.world.group(spec.axes), self._state.trained_module.parameters
+        group = self._state.world.group(spec.axes, spec.member_indices)
+        shapes = self._state.trained_module.parameters
         views = {
             name: full_tensor[start : start + numel].view(shapes[name].shape)
             for name, numel, start in spec.params

@@ -362,9 +362,9 @@ class RankState:
         group, output = self.world.group(transfer.axes, transfer.member_indices), operand.output
         match transfer.collective:
             case "broadcast":
-                work = group.broadcast(output, source=transfer.root, action=action.name)
+                work = group.broadcast(output, source=transfer.group_root, action=action.name)
             case "reduce":
-                work = group.reduce(output, target=transfer.root, action=action.name)
+                work = group.reduce(output, target=transfer.group_root, action=action.name)
             case "all_gather":
                 work = group.all_gather(output, operand.input, action=action.name)
             case "reduce_scatter":
@@ -378,7 +378,7 @@ class RankState:
         carried = () if action.transfer is None else action.transfer.messages
         messages = [
             ExchangedMessage(
-                each.collective, each.nbytes, each.dtype, each.num_ranks(self.plan.mesh), each.root
+                each.collective, each.nbytes, each.dtype, each.num_ranks(self.plan.mesh), each.group_root
             )
             for each in carried
         ]

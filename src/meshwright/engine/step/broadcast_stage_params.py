@@ -22,10 +22,10 @@ def gather_full_values(
 ) -> NamedTensors:
     """Yields `local_values`, this rank's values of `param_specs`, and those of other pp ranks.
 
-    Where all ranks hold all parameters, yields `local_values` as they come.
+    Where all ranks hold all parameters, and on servers, yields `local_values` as they come.
     """
     plan = state.plan
-    if not plan.sharding.block_calls_by_pp_rank:
+    if not plan.sharding.block_calls_by_pp_rank or plan.view.is_server:
         yield from local_values
         return
     local, group, device = dict(local_values), state.world.group(("pp",)), state.world.device

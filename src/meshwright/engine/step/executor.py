@@ -45,7 +45,7 @@ from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import (
     SavedTensor,
     device_weights_state_dict,
-    filter_stage_state,
+    filter_remote_state,
     load_device_weights,
     load_model_state,
     load_optimizer_state,
@@ -109,7 +109,7 @@ class StepExecutor:
     ) -> None:
         create_groups(plan, state.world)
         self.state, state.plan = state, plan
-        if plan.sharding.block_calls_by_pp_rank:
+        if plan.sharding.block_calls_by_pp_rank or plan.view.is_server:
             state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
@@ -285,7 +285,7 @@ class StepExecutor:
         )
         return site_state_dict(
             self.state.plan,
-            filter_stage_state(local_state, self.state.trained_module),
+            filter_remote_state(local_state, self.state.trained_module, self.state.plan.sharding),
             in_round=self.is_in_round,
         )
 
@@ -325,8 +325,12 @@ class StepExecutor:
     def full_params(self, action: str) -> Iterator[None]:
         """Makes forwards of the module find full parameters and return full outputs.
 
-        All ranks run the same.
+        All ranks run the same. Raises PlanError where some ranks only serve, and run no forward.
         """
+        if self.state.plan.sharding.num_servers:
+            text = f"the last {self.state.plan.sharding.num_servers} ranks only serve, and run no forward"
+            fix = "save a checkpoint and load it into a plan without dedicated servers; losses are evaluated"
+            raise PlanError(text, fix=fix, location=action)
         subject = self.state.trained_module
         full_logits, lockstep = (
             self._vocab_parallel_logits.full_logits(subject.module, action),

@@ -77,14 +77,6 @@ def state_of_site(plan: RankPlan, saved: Mapping[str, torch.Tensor]) -> Mapping[
     return renamed(saved, shared | own)
 
 
-def without_sites(local_state: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Returns what `site_state_dict` returned, under the names of a plan without sites."""
-    return {
-        name.partition("/")[2] if name.startswith(SITE_PREFIX) else name: value
-        for name, value in local_state.items()
-    }
-
-
 def num_saved_sites(names: Iterable[str]) -> int:
     """Returns the number of sites that saved the tensors `names`; 1 without sites."""
     sites = {name.partition("/")[0] for name in names if name.startswith(SITE_PREFIX)}

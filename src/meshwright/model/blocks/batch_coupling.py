@@ -55,8 +55,9 @@ def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
 
 
 def _batch_norm_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
-    calls, ranks = plan.model_spec.batch_norm_calls, plan.mesh.group_size(plan.sharding.grad_sum_axes)
-    data_ranks = plan.mesh.group_size(plan.sharding.data_axes)
+    calls = plan.model_spec.batch_norm_calls
+    ranks = plan.sharding.num_workers_along(plan.sharding.grad_sum_axes)
+    data_ranks = plan.num_data
     if not calls or (ranks == 1 and plan.num_microbatches == 1):
         return
     text = (

@@ -96,7 +96,7 @@ class BatchSplit(Strategy):
         has_gathers = any(action.kind == "GATHER" for action in actions)
         if not model_spec.needs_global_batch or has_gathers or at is None:  # another stage computes the loss
             return actions
-        num_samples = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
+        num_samples = job.train.batch // view.plan.num_data
         used = [column for column in model_spec.outputs if column.used_by_loss]
         sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
         for column in (*model_spec.targets, *used):

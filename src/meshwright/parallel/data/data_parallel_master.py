@@ -96,7 +96,7 @@ class DataParallelMaster(Strategy):
         )
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
-        num_samples = job.train.batch // view.plan.mesh.group_size(view.plan.data_axes)
+        num_samples = job.train.batch // view.plan.num_data
         return program.edit(lambda actions: self._insert_exchanges(actions, view, job, num_samples))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

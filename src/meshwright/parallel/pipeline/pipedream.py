@@ -157,7 +157,7 @@ class PipeDream(Strategy):
         held = sum(
             weight.numel * weight.itemsize(job.precision.parameters) for weight in view.model_spec.trainable
         )
-        has_replicas = view.plan.mesh.group_size(view.plan.data_axes) > 1
+        has_replicas = view.plan.num_data > 1
         crossed = self._pipeline.rewrite(program, view, job)
         crossed = (
             crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])

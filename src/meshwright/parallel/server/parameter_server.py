@@ -2,9 +2,10 @@
 
 Why it works: an optimizer steps each parameter by itself, so one rank can keep the master and the optimizer
 states of a parameter for all, if it receives every gradient of it. Each parameter group is assigned to one of
-k servers, which are workers too: a server adds the gradients of its groups in the order of the ranks, and
-steps the sum as one device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. No
-bit of a sum depends on k; that of the gradient norm may, which adds up those of the servers.
+k servers: a server adds the gradients of its groups in the order of the workers, and steps the sum as one
+device would. All wait for all pushes, so a step is that of `ddp`: nothing is stale. Servers are workers too,
+or, if they are `dedicated`, the last k ranks along the axis, which read no samples and run no forward. No bit
+of a sum depends on that or on k; that of the gradient norm may, which adds up those of the servers.
 
     all ranks    UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)   LOCAL_NORM GLOBAL_NORM CLIP STEP
     comm                                              REDUCE(1)      REDUCE(0)
@@ -12,34 +13,48 @@ bit of a sum depends on k; that of the gradient norm may, which adds up those of
     worker       PULL: receives all groups          PUSH: sends its gradients        STEP: nothing
     server j     GIVE: sends its groups             TAKE: receives n-1, adds them    STEP: its groups
 
+    dedicated    UNSHARD(0) UNSHARD(1)  REDUCE(1) REDUCE(0)  LOCAL_NORM GLOBAL_NORM CLIP STEP   nothing else
+
     gradients P -> S(flat), of which the server has everything: reduce to its rank, as a gather and an ordered
     sum; parameters S(flat) -> R: broadcast from its rank, at the begin of the next step
 
 A push begins when the backward of its group is done, once per step, while earlier blocks still compute. A
 group goes to the server with the fewest bytes so far, the largest group first; of equal servers to the first.
-Server j is the rank at index floor(j n / k) of the n, so that the servers lie on different hosts; the one
-with most bytes comes first. Experts that fewer ranks share have servers among these. In a pipeline each stage
-has k servers. Sums of half types are made in float32, and rounded once.
+Server j of the n workers is the rank at index floor(j n / k), so that the servers lie on different hosts; the
+one with most bytes comes first. Experts that fewer ranks share have servers among these. In a pipeline each
+stage has k servers. Sums of half types are made in float32, and rounded once.
+
+A dedicated server has a role and a list of its own (plan/role_programs.py): of the parameters that it steps
+the messages, in the order of the workers, then norm, clipping and step. It exchanges each group with the
+workers alone. It takes part in the sums of counts, losses and norms, and in an evaluation, with zeros. The
+global batch divides by the n workers; the mesh has n + k ranks along the axis.
 
     S, W        bytes of the trained parameters in the dtype of the sums, and in that of the parameters
     S_j, W_j    those of the groups of a server, about 1/k of them; 0 for the other workers
                                      leaves a rank                     arrives
     parameter_server                 S - S_j + W_j                     (n-1) S_j + W - W_j
     the same, k = 1, at the server   W                                 (n-1) S
+    dedicated: a server              W_j                               n S_j
+    dedicated: a worker              S                                 W
     ddp                              2 (n-1)/n S                       2 (n-1)/n S
     zero, stage 1                    (n-1)/n (S + W)                   (n-1)/n (S + W)
 
 So one server receives n/2 times what a rank of `ddp` does: all bytes go through it. With k = n, a rank
 receives what one of `zero` does, up to uneven groups; zero cuts every parameter into n equal shards, which is
 why it took the place of servers where all ranks are alike. The ledger counts W_j once, at the server: a
-backend forwards a broadcast along a ring or a tree, so that other ranks send it on. k = 1 is
-`data_parallel_master` with losses on all ranks.
+backend forwards a broadcast along a ring or a tree, so that other ranks send it on. A server that sent every
+worker a message of its own would send n W_j: with groups of equal bytes, 2 n S / k go to and from each of k
+dedicated servers, of which (n + 1) S / k are in the ledger. k = 1 is `data_parallel_master` with losses on
+all ranks.
 
-Cost: masters and optimizer states 1/k on a server and 0 on other workers; weights and gradients whole on all.
-A server keeps a buffer for the gradients that arrive and their sum, as long as twice its largest group.
-Limits: the servers lie among the workers, and a step waits for the slowest rank. What rests off the device,
-travels as codes, or is stepped as a matrix of which several ranks hold slices, is refused. `search` does not
-propose it.
+Cost: masters and optimizer states 1/k on a server and 0 on other workers; weights and gradients whole on all
+workers. A server keeps a buffer for the gradients that arrive and their sum, as long as twice its largest
+group. A dedicated one keeps weights, summed gradients, masters and states of what it steps, and nothing else.
+Limits: a step waits for the slowest rank. What rests off the device, travels as codes, or is stepped as a
+matrix of which several ranks hold slices, is refused. With dedicated servers no full parameters are gathered
+for forwards of the user (generate, predict, metrics of the user), and these are refused: rounds, tokens or
+experts over several ranks, losses over the samples of all ranks, `sync_batch_norm`, the gradient noise scale.
+`search` does not propose it.
 Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), Algorithm 1,
 with the first of its consistency models, the sequential one.
 """
@@ -59,7 +74,7 @@ from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.flat_param import FlatParamSpec
-from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, REPLICA_AXES
+from meshwright.plan.sharding.mesh import GRAD_SUM_AXES, REPLICA_AXES, ROUND_AXES
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -77,7 +92,8 @@ WIDE = {"bfloat16": "float32", "float16": "float32"}  # the dtype in which sums 
 class ParameterServer(Strategy):
     """Full replicas of the weights along `axis`; `servers` of its ranks keep the optimizer states and step.
 
-    Ranks with other tokens of the same samples may be servers too.
+    Ranks with other tokens of the same samples may be servers too. If they are `dedicated`, the servers are
+    the last ranks along `axis`, and no workers.
     """
 
     name: ClassVar[str] = "parameter_server"
@@ -87,6 +103,7 @@ class ParameterServer(Strategy):
         metadata=one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(REPLICA_AXES)}"),
     )
     servers: int = field(default=1, metadata=at_least(1, SERVERS_FIX))
+    dedicated: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, ranks = f"strategies.{self.name}", sharding.mesh.group_size(sharding.sum_axes(self.axis))
@@ -95,7 +112,9 @@ class ParameterServer(Strategy):
             fix = f'add [[strategies]] name = "batch_split", axis = "{self.axis}"'
             yield Diagnostic(text, fix, location)
             return
-        if self.servers > ranks:
+        if self.dedicated:
+            yield from self._check_dedicated(job, sharding)
+        elif self.servers > ranks:
             text = f"servers = {self.servers}, and there are {ranks} ranks along {self._axes_text(sharding)}"
             yield Diagnostic(text, f"write servers = {ranks} or fewer", f"{location}.servers")
         beside = [
@@ -113,6 +132,27 @@ class ParameterServer(Strategy):
                 text = f"{weight.name} is trained in {weight.dtype}, and servers step the dtype of the job"
                 yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
         yield from self._check_stored_once(sharding)
+
+    def _check_dedicated(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        location, ranks = f"strategies.{self.name}", sharding.mesh.size(self.axis)
+        if self.servers >= ranks:
+            text = f"servers = {self.servers} of the {ranks} ranks along {self.axis}, and no worker is left"
+            fix = f"write servers = {ranks - 1} or fewer" if ranks > 1 else f"raise mesh.{self.axis}"
+            fix += ", or dedicated = false: then the servers are workers too"
+            yield Diagnostic(text, fix, f"{location}.servers")
+        other = [axis for axis in sharding.sum_axes(self.axis) if axis != self.axis]
+        other = [axis for axis in (*other, *ROUND_AXES) if sharding.mesh.size(axis) > 1]
+        reasons = {
+            f"the ranks along {' and '.join(other)} share the work on samples": bool(other),
+            "the loss compares, or adds up, what the forwards of all samples return": bool(
+                sharding.model_spec.needs_global_batch or sharding.model_spec.num_batch_sums
+            ),
+            "batch norms see the samples of all ranks": sharding.syncs_batch_norm,
+            "the gradient noise scale is measured on all ranks": job.train.noise_scale,
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            text = f"{reason}, and a dedicated server runs no forward"
+            yield Diagnostic(text, "write dedicated = false: then the servers are workers too", location)
 
     def _check_stored_once(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         stored = [
@@ -142,9 +182,11 @@ class ParameterServer(Strategy):
             text = f"the optimizer steps the whole matrix {owned[0]}, and the ranks of a server hold slices"
             fix = 'use "ddp" or "zero", an optimizer that steps elements ("adamw"), or mesh.tp = 1'
             yield Diagnostic(text, fix, location)
-        number = max(self._num_groups(sharding), default=self.servers)
+        numbers = [*self._num_groups(sharding)] or [self.servers]
+        number = min(numbers) if self.dedicated else max(numbers)
         if number < self.servers <= sharding.mesh.group_size(sharding.sum_axes(self.axis)):
-            where = " in the stage with most" if sharding.block_calls_by_pp_rank else ""
+            which = "fewest" if self.dedicated else "most"
+            where = f" in the stage with {which}" if sharding.block_calls_by_pp_rank else ""
             text = f"servers = {self.servers}, and there are {number} parameter groups{where}: a server would"
             text += " step nothing"
             yield Diagnostic(text, f"write servers = {number} or fewer", f"{location}.servers")
@@ -157,6 +199,8 @@ class ParameterServer(Strategy):
             return replace(param_sharding, grad_layout=layout)
 
         placed = sharding.map_param_shardings(sharded)
+        if self.dedicated and self.servers < sharding.mesh.size(self.axis):
+            placed = replace(placed, server_axis=self.axis, num_servers=self.servers)
         owners = assign_servers(placed, self.servers)
         return placed.map_param_shardings(
             lambda each: replace(each, owner_index=owners.get(each.param.name, each.owner_index))
@@ -223,7 +267,8 @@ def assign_servers(sharding: ShardingPlan, num_servers: int) -> dict[str, int]:
         num_ranks = sharding.mesh.group_size(axes)
         number = min(num_servers, num_ranks)
         by_load = sorted(range(number), key=lambda each: -totals[each])  # the fullest first
-        found |= dict.fromkeys(group.names, by_load.index(server) * num_ranks // number)
+        places = sharding.server_indices or [each * num_ranks // number for each in range(number)]
+        found |= dict.fromkeys(group.names, places[by_load.index(server)])
     return found
 
 
@@ -242,7 +287,14 @@ def _pull(group: ParamGroup, spec: FlatParamSpec, job: Job) -> Action:
     first, parameters = group.params[0], job.precision.parameters
     nbytes = spec.numel * first.itemsize(parameters)
     dtype = first.dtype_for(parameters)
-    transfer = Transfer("broadcast", spec.axes, nbytes, dtype=dtype, root=spec.owner_index or 0)
+    transfer = Transfer(
+        "broadcast",
+        spec.axes,
+        nbytes,
+        dtype=dtype,
+        root=spec.owner_index or 0,
+        member_indices=spec.member_indices,
+    )
     return Action("UNSHARD", group.name, None, "comm", tensors=group.names, transfer=transfer)
 
 
@@ -297,23 +349,30 @@ class Pushes:
 
     def start(self, action: Action) -> None:
         """Starts to send the packed gradients of a group to its server; there, to receive and add them."""
-        transfer, operand = action.transfer, self._state.operand(action)
+        transfer, state = action.transfer, self._state
         if transfer is None:
             return
-        group, gradient = self._state.world.group(transfer.axes), operand.input.view(-1)
-        if group.index == transfer.root:
-            rounds = self._take(group.size, transfer, gradient, operand.output.view(-1))
+        group = state.world.group(transfer.axes, transfer.member_indices)
+        flat_param = state.flat_params.flat_param_of(action.tensors[0])
+        if state.plan.view.is_server and flat_param is not None:
+            rounds = self._take(group.size, transfer, None, state.flat_params.gradient(flat_param))
+        elif group.index == transfer.group_root:
+            operand = state.operand(action)
+            rounds = self._take(group.size, transfer, operand.input.view(-1), operand.output.view(-1))
         else:
-            rounds = push_rounds(group.size, group.index, transfer.root, gradient)
-        self._state.start_exchange(action, group, rounds)
+            gradient = state.operand(action).input.view(-1)
+            rounds = push_rounds(group.size, group.index, transfer.group_root, gradient)
+        state.start_exchange(action, group, rounds)
 
-    def _take(self, size: int, transfer: Transfer, gradient: torch.Tensor, total: torch.Tensor) -> Rounds:
+    def _take(
+        self, size: int, transfer: Transfer, gradient: torch.Tensor | None, total: torch.Tensor
+    ) -> Rounds:
         with self._lock:
-            buffer = self._buffers[_buffer_name(transfer)]
+            buffer, dtype = self._buffers[_buffer_name(transfer)], getattr(torch, transfer.dtype)
             flat = self._state.flat_params.buffer(buffer.name, buffer.nbytes, torch.uint8)
-            wide, sums = ACCUMULATION_DTYPES.get(gradient.dtype, gradient.dtype), _wide_nbytes(transfer)
-            places = flat[:sums].view(wide), flat[sums : sums + transfer.nbytes].view(gradient.dtype)
-            yield from take_rounds(size, transfer.root, gradient, total, *places)
+            wide, sums = ACCUMULATION_DTYPES.get(dtype, dtype), _wide_nbytes(transfer)
+            places = flat[:sums].view(wide), flat[sums : sums + transfer.nbytes].view(dtype)
+            yield from take_rounds(size, transfer.group_root, gradient, total, *places)
 
 
 def push_rounds(size: int, index: int, root: int, gradient: torch.Tensor) -> Rounds:
@@ -326,20 +385,28 @@ def push_rounds(size: int, index: int, root: int, gradient: torch.Tensor) -> Rou
 
 
 def take_rounds(
-    size: int, root: int, gradient: torch.Tensor, total: torch.Tensor, sums: torch.Tensor, place: torch.Tensor
+    size: int,
+    root: int,
+    gradient: torch.Tensor | None,
+    total: torch.Tensor,
+    sums: torch.Tensor,
+    place: torch.Tensor,
 ) -> Rounds:
     """Yields the rounds of the rank at `root`, which receives the gradients of all others in their order, and
-    writes the sum with its own `gradient` into `total`; all are flat and of one size.
+    writes the sum with its own `gradient`, if it has one, into `total`; all are flat and of one size.
 
     `place` is for what arrives, `sums` for the sum, in the dtype in which it is made. `total` may be
-    `gradient`, which is read in its turn.
+    `gradient`, which is read in its turn. The sum is rounded to the dtype of what arrives.
     """
     for peer in range(size):
         if peer != root:
             yield [], [(peer, place)]
         part = gradient if peer == root else place
-        if peer:
+        if part is not None and peer:
             sums.add_(part)
-        else:
+        elif part is not None:
             sums.copy_(part)
-    total.copy_(sums)
+    if total.dtype == place.dtype:
+        total.copy_(sums)
+    else:
+        total.copy_(place.copy_(sums))

@@ -63,6 +63,7 @@ class ParamShard:
 class FlatParamSpec:
     """The layout of the flat parameter of group `name`: (parameter, elements, offset) each, in `num_ranks`
     shards of `shard_numel` elements; with `owner_index`, in one shard of that many on the rank at this index.
+    Only the ranks at `member_indices` along `axes` have it (empty: all).
     """
 
     name: str
@@ -71,6 +72,7 @@ class FlatParamSpec:
     shard_numel: int
     params: tuple[tuple[str, int, int], ...]
     owner_index: int | None = None
+    member_indices: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -83,6 +85,7 @@ class FlatParamSpec:
         full_numel: Mapping[str, int] | None = None,
         align_numel: int = 1,
         owner_index: int | None = None,
+        member_indices: tuple[int, ...] = (),
     ) -> "FlatParamSpec":
         """Lays out `params` in order; with alignment "matrix", the largest first, each on the rank with the
         least. With `owner_index`, all lie on that rank.
@@ -101,7 +104,7 @@ class FlatParamSpec:
             offset += param.numel
         num_shards = num_ranks if owner_index is None else 1
         shard_numel = round_up(-(-offset // num_shards), step)
-        return cls(name, axes, num_ranks, shard_numel, tuple(entries), owner_index)
+        return cls(name, axes, num_ranks, shard_numel, tuple(entries), owner_index, member_indices)
 
     @property
     def numel(self) -> int:

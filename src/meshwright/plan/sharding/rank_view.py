@@ -25,15 +25,32 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 class RankView:
     """What the rank at `coordinate` (its index along every axis) has of `plan`.
 
-    A rank outside of the mesh has no coordinate: it runs no block and holds no parameter.
+    A rank outside of the mesh has no coordinate: it runs no block and holds no parameter. A rank that
+    `is_server` runs no block either, and holds the parameters that it owns.
     """
 
     plan: ShardingPlan
     coordinate: Mapping[str, int] = field(hash=False)
+    is_server: bool = False
+
+    @classmethod
+    def of(cls, plan: ShardingPlan, coordinate: Mapping[str, int]) -> "RankView":
+        """Returns the view of the rank at `coordinate`: of a worker or of a server."""
+        return cls(plan, coordinate, plan.is_server(coordinate))
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The block calls that this rank runs, and what they use."""
+        """The block calls that this rank runs, and the parameters that it holds."""
+        if not self.is_server:
+            return self.stage_spec
+        index = self.coordinate[self.plan.server_axis]
+        owned = {each.param.name for each in self.plan.param_shardings if each.owner_index == index}
+        params = tuple(param for param in self.stage_spec.params if param.name in owned)
+        return replace(self.stage_spec.restricted_to(()), params=params)
+
+    @cached_property
+    def stage_spec(self) -> ModelSpec:
+        """The block calls of the stage at this coordinate, and what they use."""
         calls_by_pp_rank = self.plan.block_calls_by_pp_rank
         model_spec = self.plan.model_spec
         if not self.coordinate:
@@ -53,7 +70,7 @@ class RankView:
     @cached_property
     def unsliced_param_shardings(self) -> tuple[ParamSharding, ...]:
         """The shardings of this rank's parameters, unsliced, with the block calls of this rank."""
-        if self.coordinate and not self.plan.block_calls_by_pp_rank:
+        if self.coordinate and not self.plan.block_calls_by_pp_rank and not self.is_server:
             return self.plan.param_shardings
         local = {param.name: param.block_calls for param in self.model_spec.params}
         return tuple(
@@ -78,12 +95,12 @@ class RankView:
     @cached_property
     def param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups of this rank's trainable parameters, in the order in which backward completes them."""
-        return self.plan.group_params(self.param_shardings, self.model_spec)
+        return self.plan.group_params(self.param_shardings, self.stage_spec)
 
     @cached_property
     def frozen_param_groups(self) -> tuple[ParamGroup, ...]:
         """The groups of this rank's parameters without gradients."""
-        return self.plan.group_params(self.param_shardings, self.model_spec, frozen=True)
+        return self.plan.group_params(self.param_shardings, self.stage_spec, frozen=True)
 
     @property
     def all_param_groups(self) -> tuple[ParamGroup, ...]:

@@ -12,6 +12,7 @@ one rank.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from meshwright.plan.hardware.memory_tiers import ON_DEVICE, MemoryTiers
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
@@ -38,6 +39,8 @@ class ShardingPlan:
     logits in `num_loss_chunks` chunks of tokens. In a flat parameter, a bucket or another buffer of several
     parameters, each parameter and each shard begins at a multiple of `align_numel` elements.
     Model states rest in `tiers`. What autograd saves in `encoded_calls` rests in another form until backward.
+    The last `num_servers` ranks along `server_axis` take no samples and run no block call: they keep and step
+    parameters for the others, the workers.
     """
 
     mesh: Mesh
@@ -57,6 +60,8 @@ class ShardingPlan:
     align_numel: int = 1
     tiers: MemoryTiers = ON_DEVICE
     encoded_calls: tuple[str, ...] = ()
+    server_axis: str = ""
+    num_servers: int = 0
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
@@ -193,6 +198,38 @@ class ShardingPlan:
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different samples, outermost first."""
         return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 0)
+
+    @property
+    def num_data(self) -> int:
+        """The number of ranks with different samples: servers have none."""
+        return self.num_workers_along(self.data_axes)
+
+    def num_workers_along(self, axes: Iterable[str]) -> int:
+        """Returns the number of ranks in a group that spans `axes`, without those that only serve."""
+        return prod(self.num_workers if axis == self.server_axis else self.mesh.size(axis) for axis in axes)
+
+    def is_server(self, coordinate: Mapping[str, int]) -> bool:
+        """Returns whether the rank at `coordinate` only serves."""
+        num_workers = self.num_workers
+        return bool(self.num_servers) and coordinate.get(self.server_axis, 0) >= num_workers
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers along `server_axis`; 0 if no rank only serves."""
+        return self.mesh.size(self.server_axis) - self.num_servers if self.num_servers else 0
+
+    @property
+    def server_indices(self) -> range:
+        """The indices along `server_axis` of the ranks that only serve."""
+        return range(self.num_workers, self.num_workers + self.num_servers)
+
+    def served_indices(self, owner_index: int | None) -> tuple[int, ...]:
+        """Returns the indices of the ranks that exchange a parameter with the server at `owner_index`, its
+        own included; empty: all ranks.
+        """
+        if not self.num_servers or owner_index is None:
+            return ()
+        return (*range(self.num_workers), owner_index)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -336,6 +373,7 @@ class ShardingPlan:
                     full_numels,
                     self.align_numel,
                     first.owner_index,
+                    self.served_indices(first.owner_index),
                 )
         return found
 

@@ -33,11 +33,12 @@ from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 NUM_BUFFERS = 2
 
 
-def ordered_reduce(transfer: Transfer, root: int) -> Transfer:
-    """Returns the reduce to the rank at index `root` of what `transfer` reduces: all ranks send theirs, and
-    it adds them in their order, so that no bit depends on which rank it is.
+def ordered_reduce(transfer: Transfer, root: int, member_indices: tuple[int, ...] = ()) -> Transfer:
+    """Returns the reduce to the rank at index `root` of what `transfer` reduces: all ranks, or those at
+    `member_indices`, send theirs, and it adds them in their order, so that no bit depends on which rank it
+    is.
     """
-    gather = replace(transfer, collective="gather", root=root)
+    gather = replace(transfer, collective="gather", root=root, member_indices=member_indices)
     return replace(gather, collective="reduce", carried_by=(gather,))
 
 
@@ -109,7 +110,7 @@ class GradReduceScatter:
         spec, nbytes = self.flat_param_specs[param_group.name], self._nbytes(param_group)
         transfer = Transfer("reduce_scatter", spec.axes, nbytes, dtype=self.reduce_dtype)
         if spec.owner_index is not None:
-            transfer = ordered_reduce(transfer, spec.owner_index)
+            transfer = ordered_reduce(transfer, spec.owner_index, spec.member_indices)
         return Action(
             "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )

@@ -38,7 +38,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
     """Yields why the gradient noise cannot be measured, if the job asks for it."""
     if not job.train.noise_scale:
         return
-    num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
+    num_data, batch = sharding.num_data, job.train.batch
     if sharding.primary_rank_axes:
         text = (
             "one rank computes the loss for all others: no rank has a gradient of its own part of the batch"
@@ -82,7 +82,7 @@ def add_noise_scale_actions(program: Program, view: RankView) -> Program:
         if view.plan.mesh.group_size(axes) > 1
         else None
     )
-    if view.plan.mesh.group_size(view.plan.data_axes) > 1:
+    if view.plan.num_data > 1:
         return program.edit(
             lambda actions: _with_estimate(_measure_before_reductions(actions, view.plan.data_axes), total)
         )

@@ -54,7 +54,7 @@ def matrix_parcels(view: RankView) -> tuple[MatrixParcel, ...]:
     stage.
     """
     mesh, unsliced = view.plan.mesh, view.unsliced_param_shardings
-    groups = view.plan.group_params(unsliced, view.model_spec)
+    groups = view.plan.group_params(unsliced, view.stage_spec)
     flat_params = view.plan.build_flat_params(groups)
     parcels, loads = list[MatrixParcel](), defaultdict[tuple, int](int)
     sizes = {

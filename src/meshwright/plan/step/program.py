@@ -7,8 +7,9 @@ An action states what it waits for, what it communicates, how many operations it
 allocates and frees. The same list is estimated, checked, drawn and executed.
 
 A program has a list per *role*, not per rank: ranks with the same role execute the same list, so a hundred
-thousand ranks cost as little as one. The ranks of a pipeline stage are a role (`stage_role`); ranks outside
-of the mesh may be one. In `waits`, `role/name` refers to an action of another role.
+thousand ranks cost as little as one. The workers of a pipeline stage are a role (`stage_role`), and so is a
+dedicated server; ranks outside of the mesh may be one. In `waits`, `role/name` refers to an action of another
+role.
 
 The list is that of a step that ends a round. An action with a `period` runs in such steps alone; every other
 action runs in each step, and waits for none with a period. Where rounds of several lengths are within one
@@ -116,6 +117,11 @@ class Transfer:
 
     def __post_init__(self) -> None:
         _check_expected(self.nbytes, self.runtime_size)
+
+    @property
+    def group_root(self) -> int:
+        """The index of the root among the ranks that take part."""
+        return self.member_indices.index(self.root) if self.member_indices else self.root
 
     @property
     def messages(self) -> tuple["Transfer", ...]:

@@ -145,7 +145,9 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     num_sites = view.plan.mesh.group_size(ROUND_AXES)
     num_ranks = view.plan.mesh.world_size // num_sites // pp_size
     first = pp_rank * num_ranks  # only sites lie outside pp: in each, the ranks of a stage follow one another
-    ranks = range(first, first + num_ranks)
+    plan = view.plan
+    num_served = num_ranks // plan.mesh.size(plan.server_axis) * plan.num_servers if plan.num_servers else 0
+    ranks = range(first, first + num_ranks - num_served)  # servers are the last ones of the stage
     if num_sites > 1 and pp_size > 1:
         ranks = SiteRanks(ranks, num_sites, num_ranks * pp_size)
     elif num_sites > 1:
@@ -175,7 +177,7 @@ def runs_input_backward(action: Action, sharding: ShardingPlan) -> bool:
 def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
     """Returns the samples per microbatch of a rank that executes `actions`."""
     microbatches = {action.microbatch for action in actions if action.kind in WEIGHT_GRAD_KINDS}
-    return job.train.batch // sharding.mesh.group_size(sharding.data_axes) // len(microbatches)
+    return job.train.batch // sharding.num_data // len(microbatches)
 
 
 def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:

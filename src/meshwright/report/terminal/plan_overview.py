@@ -308,9 +308,10 @@ def batch_text(plan: Plan) -> str:
     unit = "sequence" if has_tokens else "sample"
     length = f" of {job.data.sequence:,} tokens" if has_tokens else ""
     num_data = plan.num_data // plan.num_sites
+    readers = "worker" if plan.sharding.num_servers else "data-parallel rank"
     parts = [
         *([_count(plan.num_sites, "site")] if plan.num_sites > 1 else []),
-        *([_count(num_data, "data-parallel rank")] if num_data > 1 else []),
+        *([_count(num_data, readers)] if num_data > 1 else []),
         _count(plan.num_microbatches, "micro-batch"),
         _count(plan.micro_batch, unit),
     ]

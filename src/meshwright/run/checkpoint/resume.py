@@ -12,9 +12,8 @@ from typing import Any, Never
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.sharded_state_dict import DEVICE_WEIGHTS
+from meshwright.engine.optim.sharded_state_dict import DEVICE_WEIGHTS, persistent_buffers
 from meshwright.engine.step.executor import StepExecutor
-from meshwright.engine.step.site_states import without_sites
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_state import STATE_PREFIX
@@ -241,11 +240,8 @@ def saved_run(manifest: Manifest, path: Path) -> SavedRun:
 def check_model(manifest: Manifest, executor: StepExecutor, path: Path) -> None:
     """Raises CheckpointError unless `manifest` of the checkpoint in `path` is of the model of `executor`."""
     mine = {f"model/{weight.name}": weight.shape for weight in executor.state.plan.model_spec.params}
-    mine |= {
-        name: tuple(tensor.shape)
-        for name, tensor in without_sites(executor.state_dict()).items()
-        if name.startswith("buffer/")
-    }
+    buffers = persistent_buffers(executor.state.trained_module.module)  # of other stages too
+    mine |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers}
     theirs = {
         name: entry.shape for name, entry in manifest.entries.items() if name.startswith(MODEL_PREFIXES)
     }

@@ -128,6 +128,9 @@ class EvalSamples:
         """
         plan, size, num = self.plan, self.plan.job.train.batch, self.num_samples
         for first in range(0, num, size):
+            if self.data_rank >= plan.num_data:  # it only serves
+                yield None
+                continue
             ids = [i if i < num else ABSENT_SAMPLE for i in range(first, first + size)]
             local_ids = [
                 i

@@ -1,0 +1,125 @@
+"""Builds the program of every role: the list of a worker, and what is left of it where a rank only serves.
+
+    worker     TOKEN_COUNT  UNSHARD(0)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)  REDUCE(1) REDUCE(0)  ... CLIP STEP
+    server     TOKEN_COUNT  UNSHARD(0)                                              REDUCE(0)  ... CLIP STEP
+
+The ranks of a pipeline stage are a role (`stage_role`). Each server that is no worker has a role of its own,
+which ranks with other slices share: it keeps those messages of the workers in which it takes part, in their
+order, and steps what it owns. What it waits for on other ranks are actions of their role.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.rank_view import RankView
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions
+from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
+from meshwright.plan.step.memory.memory_names import sum_name
+from meshwright.plan.step.program import Action, Allocation, Program, Role, drop_single_rank_transfers
+from meshwright.plan.step.simulator import qualified_name
+from meshwright.plan.step.single_device_program import (
+    forwards_first,
+    sequential_stage_calls,
+    single_device_program,
+)
+from meshwright.plan.step.tied_params import add_tied_grad_reductions
+from meshwright.plan.strategy_interface import Strategy
+
+EVERY_RANK_KINDS = ("TOKEN_COUNT", "LOSS_SUM", "LOCAL_NORM", "GLOBAL_NORM", "CLIP", "STEP")
+MESSAGE_KINDS = ("UNSHARD", "REDUCE", "REDUCE_TIED", "WAIT")  # of parameters, and of their gradients
+
+
+def all_roles(
+    job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
+) -> Program:
+    """Returns the program of all roles: of each pipeline stage the workers, then the servers."""
+    first = sharding.mesh.coordinate(0)
+    coordinates = [
+        {**first, "pp": pp_rank, **at_server}
+        for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
+        for at_server in ({}, *({sharding.server_axis: index} for index in sharding.server_indices))
+    ]
+    views = (RankView.of(sharding, coordinate) for coordinate in coordinates)
+    return Program(tuple(role_of_view(job, view, strategies, micro_batch) for view in views))
+
+
+def role_of_view(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Role:
+    """Returns the role of the rank of `view`, with the sizes of that rank."""
+    worker = _worker_role(job, replace(view, is_server=False), strategies, micro_batch)
+    return _server_role(worker, view) if view.is_server else worker
+
+
+def _worker_role(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Role:
+    local = job.train.batch // view.plan.num_data
+    stage_calls = sequential_stage_calls(view.model_spec.block_calls, local // micro_batch)
+    if view.model_spec.num_batch_sums:
+        stage_calls = forwards_first(stage_calls)
+    for strategy in strategies:
+        stage_calls = strategy.order_stage_calls(stage_calls, view)
+    program = single_device_program(view, job, micro_batch, stage_calls)
+    for strategy in strategies:
+        program = strategy.rewrite(program, view, job)
+    program = drop_single_rank_transfers(
+        add_matrix_owner_actions(add_tied_grad_reductions(program, view, job), view, job),
+        view.plan.mesh,
+    )
+    (role,) = (add_noise_scale_actions(program, view) if job.train.noise_scale else program).roles
+    return role
+
+
+def _server_role(worker: Role, view: RankView) -> Role:
+    """Returns the role of the server of `view`, of whose list as a worker's `worker` is."""
+    mesh, axis = view.plan.mesh, view.plan.server_axis
+    index = view.coordinate[axis]
+    inner = prod(map(mesh.size, AXES[AXES.index(axis) + 1 :]))
+    first = mesh.rank({"pp": view.coordinate["pp"], axis: index})
+    name = f"{worker.name}_server{index - view.plan.num_workers}"
+    return Role(name, range(first, first + inner), tuple(_server_actions(worker, view)))
+
+
+def _server_actions(worker: Role, view: RankView) -> Iterator[Action]:
+    owned = {param.name for param in view.model_spec.params}
+    sums = {group.names: sum_name(group) for group in view.param_groups}
+    given = {action.name: action for action in worker.actions}
+    kept = [action for action in worker.actions if _is_kept(action, owned)]
+    names, sizes = {action.name for action in kept}, _sizes(worker.actions)
+    pulls = [action.name for action in kept if action.kind == "UNSHARD"]
+    freed = {*sums.values(), *(each.name for action in kept for each in action.allocations)}
+    for action in kept:
+        waits: Sequence[str] = list(dict.fromkeys(_kept_waits(action, given, names)))
+        allocations = [each for each in action.allocations if each.name not in sums.values()]
+        if action.kind == "REDUCE":
+            waits = [qualified_name(worker.name, wait) for wait in action.waits]
+            allocations.append(sizes[sums[action.tensors]])
+        elif action.kind == "STEP":  # parameters change when they have left
+            waits = [*waits, "TOKEN_COUNT()", *pulls]
+        yield replace(
+            action,
+            waits=tuple(waits),
+            tensors=tuple(name for name in action.tensors if name in owned),
+            allocations=tuple(allocations),
+            frees=tuple(name for name in action.frees if name in freed),
+        )
+
+
+def _is_kept(action: Action, owned: set[str]) -> bool:
+    return action.kind in EVERY_RANK_KINDS or (
+        action.kind in MESSAGE_KINDS and owned.issuperset(action.tensors)
+    )
+
+
+def _kept_waits(action: Action, given: Mapping[str, Action], names: set[str]) -> Iterator[str]:
+    """Yields what `action` waits for and is kept, directly or behind an action that is not."""
+    for wait in action.waits:
+        if wait in names:
+            yield wait
+        elif wait in given and given[wait].kind == "ACCUMULATE":  # a server sums into its gradients
+            yield from _kept_waits(given[wait], given, names)
+
+
+def _sizes(actions: Iterable[Action]) -> Mapping[str, Allocation]:
+    return {each.name: each for action in actions for each in action.allocations}
