@@ -249,7 +249,7 @@ def train_rank(
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
-            text = _sample(ready, engine, ended, show=show)
+            text = _sample(ready, engine, ended)
             if show:
                 _print_paths(ready, text, ended, console)
     return ended
@@ -353,20 +353,16 @@ def _conclude(
         console.print(text, soft_wrap=True)
 
 
-def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: bool) -> str:
+def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult) -> str:
     run, job = ready.plan.run, ready.plan.job
     if not run.sample_tokens or not isinstance(ready.dataset, TokenDataset) or ended.stopped:
         return ""
-    with trainer.full_params() as module:
-        if not show and not (
-            trainer.executor.state.flat_params.forward_is_collective
-            or ready.plan.sharding.block_calls_by_pp_rank
-        ):
-            return ""
-        length, tokenizer = job.data.sequence, ready.dataset.tokenizer
-        return sample_text(
-            module, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=tokenizer
-        )
+    if trainer.executor.is_in_round:  # each site has weights of its own
+        return ""
+    length, tokenizer = job.data.sequence, ready.dataset.tokenizer
+    return sample_text(
+        trainer, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=tokenizer
+    )
 
 
 def _print_paths(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:

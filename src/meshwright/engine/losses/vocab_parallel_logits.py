@@ -42,6 +42,19 @@ class VocabParallelLogits:
         self._vocab_shard = VocabShard(first, end - first, logits.vocab_size, self._gather_stats)
         state.loss = replace(state.loss, total=partial(_sharded_total, self._split, self._vocab_shard))
 
+    def shard_for(self, action: str) -> VocabShard | None:
+        """Returns the part of the vocabulary whose logits forwards return, with an all_gather for `action`;
+        None where they return all.
+        """
+        if self._split is None:
+            return None
+        group = self._state.world.group(self._axes)
+
+        def gather(numbers: torch.Tensor) -> torch.Tensor:
+            return all_gather(numbers, group, 0, action).view(group.size, *numbers.shape)
+
+        return replace(self._vocab_shard, all_gather=gather)
+
     @contextmanager
     def full_logits(self, module: nn.Module, action: str) -> Iterator[None]:
         """Makes forwards of `module` return full logits, gathered under `action`; all ranks run as many."""

@@ -1,4 +1,5 @@
-"""Forwards and backwards outside of the action list: sharded parameters are gathered block by block.
+"""Forwards and backwards outside of the action list: sharded parameters are gathered block by block, or all
+of them once for many forwards.
 
 In every forward all ranks gather for the same block calls, in the plan's order, also for a block that one of
 them leaves out, so the collectives always match. Parameters that are stored unsharded are refreshed once,
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import torch
+
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
@@ -20,9 +23,22 @@ UnshardFn = Callable[[str], None]  # gathers the weights of a block
 
 @contextmanager
 def summon_full_params(
-    trained_module: TrainedModule, flat_params: FlatParamStore, driver: ForwardDriver, action: str
+    trained_module: TrainedModule,
+    flat_params: FlatParamStore,
+    driver: ForwardDriver,
+    action: str,
+    *,
+    gather_once: bool = False,
 ) -> Iterator[None]:
-    """Makes forwards of the module find full parameters; all ranks run equally many forwards."""
+    """Makes forwards of the module find full parameters; all ranks run equally many forwards.
+
+    With `gather_once` all parameters are gathered before, into memory of their own, and forwards gather none:
+    ranks may run as many as they like.
+    """
+    if gather_once:
+        with _gather_once(trained_module, flat_params, action):
+            yield
+        return
     flat_params.refresh_unsharded(action)
     if not flat_params.forward_is_collective:
         yield
@@ -44,6 +60,27 @@ def summon_full_params(
             stack.callback(hook.remove)
         stack.enter_context(driver.use_pre_block_hook(unshard_order.reach))
         yield
+
+
+@contextmanager
+def _gather_once(trained_module: TrainedModule, flat_params: FlatParamStore, action: str) -> Iterator[None]:
+    parameters, before = trained_module.parameters, dict[str, torch.Tensor]()
+    try:
+        for flat_param in flat_params.by_param_group.values():
+            if not flat_param.is_sharded:
+                flat_param.gather(flat_param.full_tensor, flat_param.fetch(), action=action)
+                continue
+            shard = flat_param.stored_shard.to(flat_param.full_tensor.device)
+            full_tensor = shard.new_empty(flat_param.spec.numel)
+            flat_param.gather(full_tensor, shard, action=action)
+            for name, numel, start in flat_param.spec.params:
+                before[name] = parameters[name].data
+                view = full_tensor[start : start + numel].view(parameters[name].shape)
+                parameters[name].data = view  # no graph is alive that has saved the parameter
+        yield
+    finally:
+        for name, data in before.items():
+            parameters[name].data = data
 
 
 @contextmanager

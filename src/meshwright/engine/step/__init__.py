@@ -6,6 +6,7 @@ observed_sums           what sums of codes have left out, and whether they are a
 observed_activations    what codes of activations have lost on all ranks
 site_states             what sites that train apart save in one checkpoint, and read back
 strategy_tensors        what techniques keep from step to step: made, saved, loaded, resharded
+full_param_forwards     forwards of the whole model outside of steps: evaluation, generation, a user's own
 expert_load_counter     counts the tokens that choose each expert
 gradient_noise          gradient noise scale
 spike_diagnosis         replays a harmful step to find the rank, block and parameter that caused it

@@ -10,8 +10,7 @@ for the kinds that they introduce, from the parts of a rank that they receive
 (`plan.strategy_interface.Runtime`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -24,10 +23,8 @@ from meshwright.engine.forward_backward.evaluation import (
     EVALUATION_ACTION,
     Evaluation,
     evaluate,
-    evaluation_mode,
 )
 from meshwright.engine.forward_backward.graph_cut_check import needs_graph_cuts
-from meshwright.engine.forward_backward.lockstep_pipeline_forward import PipelinedForward
 from meshwright.engine.forward_backward.microbatch_forward import run_forward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.forward_backward.step_rng import StepRNG
@@ -73,6 +70,7 @@ from meshwright.engine.runtime.step_profiler import (
 from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.expert_load_counter import count_expert_load
+from meshwright.engine.step.full_param_forwards import FullParamForwards
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.engine.step.model_state_memory import memory_by_category
 from meshwright.engine.step.site_states import is_in_round, site_state_dict, state_of_site
@@ -116,7 +114,7 @@ class StepExecutor:
         self._files, state.make_file = list[RankFile](), self._make_file
         state.disk = DiskStates(state) if plan.sharding.tiers.optimizer_states == "disk" else None
         state.flat_params = FlatParamStore(state)
-        self._vocab_parallel_logits = VocabParallelLogits(state)
+        vocab_parallel_logits = VocabParallelLogits(state)
         state.optimizers = make_optimizers(
             plan.job.optimizer,
             state.flat_params.optimizer_params(),
@@ -131,7 +129,7 @@ class StepExecutor:
         state.collectives = BlockCollectives(state)
         state.patches = ModulePatches(state.trained_module.module)
         state.sequence_runner = make_sequence_runner(state)
-        self._chunked_loss = ChunkedLossRuntime(state)
+        chunked_loss = ChunkedLossRuntime(state)
         state.strategy_tensors = StrategyTensors(state)
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
         runtime = Runtime(state)
@@ -154,7 +152,7 @@ class StepExecutor:
         state.spike_detector = None
         if plan.job.guard.action != "off":
             state.spike_detector = SpikeDetector(plan.job.guard, state.strategy_tensors.of("guard"))
-        self._pipelined_forward = PipelinedForward(state)
+        self.full_param_forwards = FullParamForwards(state, vocab_parallel_logits, chunked_loss)
         self._actions = ActionHandlers(state)
         self._gradient_noise = GradientNoiseScale(state)
         self._entries = self._resolve(plan.actions, self._handlers(bound, runtime, extra_handlers or {}))
@@ -252,15 +250,6 @@ class StepExecutor:
         with summon_full_params(state.trained_module, state.flat_params, state.driver, EVALUATION_ACTION):
             return evaluate(state, batches)
 
-    @contextmanager
-    def evaluation_forwards(self, action: str) -> Iterator[None]:
-        """Makes forwards of the module find full parameters and return full outputs, in eval mode and without
-        gradients and draws. All ranks run the same.
-        """
-        self.check_sites_agree("evaluate")
-        with evaluation_mode(self.state), self.full_params(action):
-            yield
-
     def check_sites_agree(self, what: str) -> None:
         """Raises PlanError in the middle of a round, when the model of each site is another one."""
         if self.is_in_round:
@@ -320,30 +309,6 @@ class StepExecutor:
         parameters = self.state.trained_module.parameters
         dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
         load_optimizer_state(self.state, strip_prefix("optimizer/", state_dict), dtypes)
-
-    @contextmanager
-    def full_params(self, action: str) -> Iterator[None]:
-        """Makes forwards of the module find full parameters and return full outputs.
-
-        All ranks run the same. Raises PlanError where some ranks only serve, and run no forward.
-        """
-        if self.state.plan.sharding.num_servers:
-            text = f"the last {self.state.plan.sharding.num_servers} ranks only serve, and run no forward"
-            fix = "save a checkpoint and load it into a plan without dedicated servers; losses are evaluated"
-            raise PlanError(text, fix=fix, location=action)
-        subject = self.state.trained_module
-        full_logits, lockstep = (
-            self._vocab_parallel_logits.full_logits(subject.module, action),
-            self._pipelined_forward.run_in_lockstep(action),
-        )
-        with (
-            summon_full_params(subject, self.state.flat_params, self.state.driver, action),
-            full_logits,
-            lockstep,
-            self._chunked_loss.full_logits(),
-            self.state.sequence_runner.full_sequences(),
-        ):
-            yield
 
     def gather_parameters(
         self, *, keep_result: bool = True, use_masters: bool = False

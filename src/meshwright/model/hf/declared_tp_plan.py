@@ -45,6 +45,12 @@ def config_of(module: nn.Module) -> Any:
     return config if "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__} else None
 
 
+def generation_model(module: nn.Module) -> Any:
+    """Returns the transformers model that `module` is, or that it adapts; None for other modules."""
+    bare = _unwrap_adapters(module)
+    return bare if is_transformers_model(bare) else None
+
+
 def declared_roles(module: nn.Module) -> dict[str, str]:
     """Returns the roles that the models inside `module` declare, by pattern of full names; outer models come
     first.

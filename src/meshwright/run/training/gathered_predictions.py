@@ -46,10 +46,11 @@ def gathered_predictions(
     state = executor.state
     module, device = state.trained_module.module, state.world.device
     group = state.world.group(executor.state.plan.sharding.data_axes)
+    executor.check_sites_agree("evaluate")
     for batch in batches:
         samples = state.trained_module.dummy_batch if batch is None else batch
         samples = {key: value.to(device) for key, value in samples.items()}
-        with executor.evaluation_forwards(EVALUATION_ACTION):
+        with executor.full_param_forwards.evaluation_forwards(EVALUATION_ACTION):
             found = predict(module(**executor.loss.model_inputs(samples)), samples)
         yield _gather(found, batch is not None, group, device)
 

@@ -1,7 +1,7 @@
 """The public trainer: one rank of a plan, for training loops of your own."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from math import isfinite
@@ -15,6 +15,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
+from meshwright.engine.generation.generate import Decoder, Gather, GenerationRequest, generate
+from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams, as_token_ids
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
@@ -143,14 +145,37 @@ class Trainer:
                         pieces.setdefault(name, []).append(tensor)
         return {name: torch.cat(tensors) for name, tensors in pieces.items()}
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | torch.Tensor],
+        params: SamplingParams | None = None,
+        *,
+        batch_size: int = 8,
+        gather: Gather = "once",
+        tokenizer: Decoder | None = None,
+    ) -> list[GeneratedAnswer]:
+        """Returns an answer to each of `prompts`, token ids, in order and on every rank; all ranks call it.
+
+        Ranks that have other samples in a step continue other prompts, `batch_size` at once. Sharded weights
+        are gathered "once" before the first token, which needs memory for all weights of this rank's stages,
+        or each "block" in every forward. `tokenizer` makes text for `stop_strings`. Nothing is trained.
+        """
+        self.check_last_step()
+        ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+        decode = None if tokenizer is None else tokenizer.decode
+        request = GenerationRequest(ids, params or SamplingParams(), batch_size, gather, decode)
+        with self.oom_advisor:
+            return generate(self.executor, request)
+
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
         """Yields the module for forwards without gradients: its parameters are gathered when they are needed.
 
-        All ranks enter and run the same forwards (`generate` too, with the same seed if it samples), and all
-        get the outputs. Outside, a rank under a plan with shards or stages has only its own part.
+        All ranks enter and run the same forwards (transformers' `generate` too, with the same seed if it
+        samples; `trainer.generate` divides the prompts), and all get the outputs. Outside, a rank under a
+        plan with shards or stages has only its own part.
         """
-        with torch.no_grad(), self.executor.full_params("GATHER_FULL"):
+        with torch.no_grad(), self.executor.full_param_forwards.full_params("GATHER_FULL"):
             yield self.module
 
     def local_batch(self, batch: object) -> LocalSamples:

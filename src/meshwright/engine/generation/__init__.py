@@ -1,0 +1,7 @@
+"""Generates tokens with the weights that a rank trains, under any plan.
+
+sampling_params     what a caller asks for, the answers, and what is refused
+token_sampler       the next token of each row from its logits, on a divided vocabulary too
+cached_forward      the model's own forward on new tokens, with its cache of keys and values
+generate            which rank continues which prompts, until all have ended; answers on every rank
+"""
