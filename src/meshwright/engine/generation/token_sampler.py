@@ -18,7 +18,8 @@ needed. Everything is computed in float64.
                                                               + 8 (n - 1)        with min_p
 
 Papers: Maddison et al. 2014, arXiv 1411.0030 (Gumbel-max); Fan et al. 2018, arXiv 1805.04833 (top-k);
-Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv 2407.01082 (min-p)."""
+Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv 2407.01082 (min-p).
+"""
 
 from collections.abc import Sequence
 from math import inf, log

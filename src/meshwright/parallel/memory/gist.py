@@ -19,8 +19,8 @@ What is zero depends on the data: `plan` expects half of each result, and says w
 `backward_dtype` does more, and is not exact: everything else in wider floats that only the backward reads
 is rounded to it (delayed precision reduction). The forward stays as it is.
 
-Cost: no bytes sent; the encoding reads and writes each such tensor about four times, on a CPU in C where there
-is a compiler: 1.03 to 1.13 x the CPU seconds of a step. On a GPU one read by the host per tensor whose
+Cost: no bytes sent; the encoding reads and writes each such tensor about four times, on a CPU in C where a
+compiler is found: 1.03 to 1.13 x the CPU seconds of a step. On a GPU one read by the host per tensor whose
 values are kept, as their number decides a size.
 Limits: ReLU, its square and two-dimensional max pooling inside a block. A result that a block returns is held
 by the next block anyway. For models with SiLU or GELU (Llama, BERT) nothing is saved: that is refused, unless
