@@ -244,7 +244,7 @@ def test_full_parameters_are_refused_on_all_ranks():
     def body(world: World) -> None:
         executor = executor_of(analyzed_model(), plan, world)
         try:
-            with executor.full_params("GENERATE"):
+            with executor.full_param_forwards.full_params("GENERATE"):
                 pass
         finally:
             executor.close()
