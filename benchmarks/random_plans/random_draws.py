@@ -46,6 +46,7 @@ from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -147,9 +148,12 @@ class Draw:
     def num_samples(self) -> int:
         """The number of samples of a global batch."""
         split = {strategy.axis for strategy in self.strategies if isinstance(strategy, BatchSplit)}
-        return self.num_microbatches * self.micro_batch * self.mesh.group_size(split) + (
-            self.perturbation == "one more sample"
-        )
+        readers = self.mesh.group_size(split)
+        for server in self.strategies:
+            if isinstance(server, ParameterServer) and server.dedicated:  # servers read no samples
+                size = self.mesh.size(server.axis)
+                readers = readers // size * max(1, size - server.servers)
+        return self.num_microbatches * self.micro_batch * readers + (self.perturbation == "one more sample")
 
     @property
     def num_steps(self) -> int:

@@ -172,11 +172,23 @@ def _zero(rng: Random, axis: str, replicate_axis: str, stage: int) -> Strategy:
     )
 
 
+OF_ALL_RANKS = ("sync_batch_norm", "expert_parallel", "loss_free_balancing", "local_sgd", "diloco")
+
+
 def with_servers(rng: Random, mesh: Mesh, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Returns `strategies`, in some plans with servers in place of ddp, unless states rest on the host."""
+    """Returns `strategies`, in some plans with servers in place of ddp, unless states rest on the host.
+
+    In some of these the servers are no workers, if no ranks share the work on samples.
+    """
     ddp = [each for each in strategies if isinstance(each, DDP)]
     is_offloaded = any(each.name in ("offload", "disk_offload") for each in strategies)
     if len(ddp) != 1 or is_offloaded or rng.random() < 0.7:
         return tuple(strategies)
-    server = ParameterServer(ddp[0].axis, rng.randint(1, min(2, mesh.size(ddp[0].axis))))
+    axis, size = ddp[0].axis, mesh.size(ddp[0].axis)
+    server = ParameterServer(axis, rng.randint(1, min(2, size)))
+    shares_samples = mesh.group_size(("ep", "cp")) > 1 or any(
+        each.name in OF_ALL_RANKS for each in strategies
+    )
+    if server.servers < size and not shares_samples and rng.random() < 0.5:
+        server = replace(server, dedicated=True)
     return tuple(server if isinstance(each, DDP) else each for each in strategies)

@@ -110,7 +110,7 @@ class Plan:
             *batch_sum_diagnostics(sharding),
         ]
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
-        diagnostics += sample_diagnostics(run, sharding)
+        diagnostics += sample_diagnostics(sharding, run.sample_tokens)
         raise_diagnostics(diagnostics)
         micro_batch = micro_batch or job.train.batch // sharding.num_data
         sharding = replace(sharding, align_numel=_align_numel(align_bytes, job, model_spec))

@@ -8,9 +8,8 @@ which ranks with other slices share: it keeps those messages of the workers in w
 order, and steps what it owns. What it waits for on other ranks are actions of their role.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from math import prod
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import AXES
@@ -18,8 +17,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions
 from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
-from meshwright.plan.step.memory.memory_names import sum_name
-from meshwright.plan.step.program import Action, Allocation, Program, Role, drop_single_rank_transfers
+from meshwright.plan.step.program import Action, Program, Role, drop_single_rank_transfers
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.single_device_program import (
     forwards_first,
@@ -36,13 +34,13 @@ MESSAGE_KINDS = ("UNSHARD", "REDUCE", "REDUCE_TIED", "WAIT")  # of parameters, a
 def all_roles(
     job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
 ) -> Program:
-    """Returns the program of all roles: of each pipeline stage the workers, then the servers."""
-    first = sharding.mesh.coordinate(0)
-    coordinates = [
-        {**first, "pp": pp_rank, **at_server}
+    """Returns the program of all roles: the workers of each pipeline stage, then the servers of each."""
+    stages = [
+        {**sharding.mesh.coordinate(0), "pp": pp_rank}
         for pp_rank in range(len(sharding.block_calls_by_pp_rank) or 1)
-        for at_server in ({}, *({sharding.server_axis: index} for index in sharding.server_indices))
     ]
+    servers = ({**stage, sharding.server_axis: at} for stage in stages for at in sharding.server_indices)
+    coordinates = (*stages, *servers)
     views = (RankView.of(sharding, coordinate) for coordinate in coordinates)
     return Program(tuple(role_of_view(job, view, strategies, micro_batch) for view in views))
 
@@ -50,7 +48,15 @@ def all_roles(
 def role_of_view(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Role:
     """Returns the role of the rank of `view`, with the sizes of that rank."""
     worker = _worker_role(job, replace(view, is_server=False), strategies, micro_batch)
-    return _server_role(worker, view) if view.is_server else worker
+    if not view.is_server:
+        return worker
+    mesh, axis = view.plan.mesh, view.plan.server_axis
+    index = view.coordinate[axis]
+    first = mesh.rank({"pp": view.coordinate["pp"], axis: index})
+    ranks = range(first, first + mesh.group_size(AXES[AXES.index(axis) + 1 :]))
+    owned = {param.name for param in view.model_spec.params}
+    actions = tuple(_server_actions(worker.name, worker.actions, owned))
+    return Role(f"{worker.name}_server{index - view.plan.num_workers}", ranks, actions)
 
 
 def _worker_role(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Role:
@@ -71,55 +77,43 @@ def _worker_role(job: Job, view: RankView, strategies: tuple[Strategy, ...], mic
     return role
 
 
-def _server_role(worker: Role, view: RankView) -> Role:
-    """Returns the role of the server of `view`, of whose list as a worker's `worker` is."""
-    mesh, axis = view.plan.mesh, view.plan.server_axis
-    index = view.coordinate[axis]
-    inner = prod(map(mesh.size, AXES[AXES.index(axis) + 1 :]))
-    first = mesh.rank({"pp": view.coordinate["pp"], axis: index})
-    name = f"{worker.name}_server{index - view.plan.num_workers}"
-    return Role(name, range(first, first + inner), tuple(_server_actions(worker, view)))
-
-
-def _server_actions(worker: Role, view: RankView) -> Iterator[Action]:
-    owned = {param.name for param in view.model_spec.params}
-    sums = {group.names: sum_name(group) for group in view.param_groups}
-    given = {action.name: action for action in worker.actions}
-    kept = [action for action in worker.actions if _is_kept(action, owned)]
-    names, sizes = {action.name for action in kept}, _sizes(worker.actions)
+def _server_actions(worker: str, actions: Sequence[Action], owned: Set[str]) -> Iterator[Action]:
+    """Yields what is left of the `actions` of the role `worker` on a rank that steps the parameters `owned`,
+    and nothing else. The summed gradients of a group begin with the first push of it.
+    """
+    kept = [action for action in actions if _is_kept(action, owned)]
+    steps = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    sums = {action.subject: each for action in actions for each in action.allocations if each.name in steps}
+    given, names = {action.name: action for action in actions}, {action.name for action in kept}
     pulls = [action.name for action in kept if action.kind == "UNSHARD"]
-    freed = {*sums.values(), *(each.name for action in kept for each in action.allocations)}
+    allocated = set[str]()
     for action in kept:
-        waits: Sequence[str] = list(dict.fromkeys(_kept_waits(action, given, names)))
-        allocations = [each for each in action.allocations if each.name not in sums.values()]
+        waits: Sequence[str] = tuple(dict.fromkeys(_kept_waits(action, given, names)))
+        allocations = [each for each in action.allocations if each.name not in steps]
         if action.kind == "REDUCE":
-            waits = [qualified_name(worker.name, wait) for wait in action.waits]
-            allocations.append(sizes[sums[action.tensors]])
+            waits = [qualified_name(worker, wait) for wait in action.waits]
+            allocations.append(sums[action.subject])
         elif action.kind == "STEP":  # parameters change when they have left
             waits = [*waits, "TOKEN_COUNT()", *pulls]
+        allocated |= {each.name for each in allocations}
         yield replace(
             action,
             waits=tuple(waits),
             tensors=tuple(name for name in action.tensors if name in owned),
             allocations=tuple(allocations),
-            frees=tuple(name for name in action.frees if name in freed),
+            frees=tuple(name for name in action.frees if name in allocated),
         )
 
 
-def _is_kept(action: Action, owned: set[str]) -> bool:
-    return action.kind in EVERY_RANK_KINDS or (
-        action.kind in MESSAGE_KINDS and owned.issuperset(action.tensors)
-    )
+def _is_kept(action: Action, owned: Set[str]) -> bool:
+    is_message = action.kind in MESSAGE_KINDS and owned >= set(action.tensors)
+    return is_message or action.kind in EVERY_RANK_KINDS
 
 
-def _kept_waits(action: Action, given: Mapping[str, Action], names: set[str]) -> Iterator[str]:
+def _kept_waits(action: Action, given: Mapping[str, Action], names: Set[str]) -> Iterator[str]:
     """Yields what `action` waits for and is kept, directly or behind an action that is not."""
     for wait in action.waits:
         if wait in names:
             yield wait
         elif wait in given and given[wait].kind == "ACCUMULATE":  # a server sums into its gradients
             yield from _kept_waits(given[wait], given, names)
-
-
-def _sizes(actions: Iterable[Action]) -> Mapping[str, Allocation]:
-    return {each.name: each for action in actions for each in action.allocations}

@@ -5,7 +5,6 @@ itself.
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
@@ -244,10 +243,12 @@ def batch_sum_diagnostics(sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(text, fix, "strategies.pipeline.schedule")
 
 
-def sample_diagnostics(run: RunConfig, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-    """Yields text that is to be sampled where some ranks only serve: all ranks would run the model."""
-    if run.sample_tokens and sharding.num_servers:
-        text = f"{run.sample_tokens} tokens are sampled after training, and dedicated servers run no forward"
+def sample_diagnostics(sharding: ShardingPlan, num_tokens: int) -> Iterator[Diagnostic]:
+    """Yields that `num_tokens` are to be sampled where some ranks only serve: all ranks would run the
+    model.
+    """
+    if num_tokens and sharding.num_servers:
+        text = f"{num_tokens} tokens are sampled after training, and dedicated servers run no forward"
         yield Diagnostic(text, "set run.sample_tokens = 0, or dedicated = false", "run.sample_tokens")
 
 

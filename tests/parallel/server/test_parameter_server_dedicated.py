@@ -9,11 +9,14 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.loss_guard import LossSpikeError
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.plan.job.job import PrecisionConfig, TrainConfig
+from meshwright.plan.job.job import LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
+from meshwright.plan.step.simulator import simulate
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.planner.program_cost.prediction import with_collective_waits
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.terminal.memory_and_sent_bytes import servers_text
 from meshwright.report.terminal.plan_overview import batch_text
@@ -238,6 +241,24 @@ def test_losses_are_evaluated_by_workers(stages: int):
     assert found == [pytest.approx(expected)] * 3 * stages
 
 
+def test_a_loss_spike_is_looked_for_on_the_workers():
+    guard = LossGuard("stop", factor=1.0001, window=2)
+    plan = plan_on(mw.Mesh(pp=2, dp_replicate=3), mw.Pipeline(), dedicated(1), micro_batch=2, guard=guard)
+
+    def body(world: World) -> None:
+        executor = executor_of(analyzed_model(), plan, world)
+        try:
+            for step in range(9):
+                executor.step(samples_of(plan, world.rank, step))
+        finally:
+            executor.close()
+
+    with pytest.raises(LossSpikeError) as caught:
+        run_on_threads(body, plan.mesh)
+    reports = caught.value.spike.rank_reports
+    assert [bool(each.grad_norm) for each in reports] == [True, True, False] * 2
+
+
 def test_full_parameters_are_refused_on_all_ranks():
     plan = dedicated_plan(1, 1)
 
@@ -315,6 +336,16 @@ REFUSED = [
 def test_what_cannot_work_is_refused_with_the_repair(make, text: str):
     with pytest.raises(mw.PlanError, match=text):
         make()
+
+
+def test_a_server_is_expected_to_step_behind_the_backward_of_its_workers():
+    plan = dedicated_plan(1, 2)
+    program = with_collective_waits(plan.program, plan.mesh)
+    times = {(each.role, each.action.name): each for each in simulate(program)}
+    last = max(each.end for (_, name), each in times.items() if name.startswith("B("))
+    assert times["pp0_server0", "REDUCE(embed)"].start >= last
+    assert times["pp0_server0", "STEP()"].start > times["pp0", "REDUCE(embed)"].end
+    assert times["pp0", "GLOBAL_NORM(norm)"].start == times["pp0_server0", "GLOBAL_NORM(norm)"].start
 
 
 def test_a_server_that_leaves_a_worker_out_is_noticed(monkeypatch: pytest.MonkeyPatch):

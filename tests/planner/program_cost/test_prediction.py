@@ -89,7 +89,7 @@ def test_what_all_roles_sum_starts_when_the_last_of_them_has_come():
         ]
         for role, kind in (("pp0", "F"), ("pp1", "B"))
     }
-    program = with_collective_waits(program_of(lists))
+    program = with_collective_waits(program_of(lists), Mesh(pp=2))
     end, roles = step_breakdown(
         program,
         costs(
@@ -111,7 +111,7 @@ def test_roles_that_meet_against_their_order_are_left_as_they_are():
     first = [Action("SUM", "x", waits=(), **move), compute("F", "a", 0, "SUM(x)")]
     other = [compute("F", "b", 0, "pp0/F(a, 0)"), Action("SUM", "x", waits=("F(b, 0)",), **move)]
     program = program_of({"pp0": first, "pp1": other})
-    assert with_collective_waits(program) is program
+    assert with_collective_waits(program, Mesh(pp=2)) is program
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)

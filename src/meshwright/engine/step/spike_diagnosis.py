@@ -56,7 +56,8 @@ class ReplayFindings:
         self.tied_param_users = {name: indices for name, indices in pp_ranks.items() if len(indices) > 1}
         for weight in self._model_spec.trainable:
             if weight.name not in self.tied_param_users:
-                self._params_by_last_backward[self._model_spec.last_backward([weight])].append(weight.name)
+                last = plan.view.stage_spec.last_backward([weight])
+                self._params_by_last_backward[last].append(weight.name)
         self.loss, self.sqnorms = 0.0, defaultdict[str, float](float)
         self.first_nonfinite: tuple[int, StepPhase, str] | None = None
 

@@ -147,6 +147,9 @@ class ParameterServer(Strategy):
             "the loss compares, or adds up, what the forwards of all samples return": bool(
                 sharding.model_spec.needs_global_batch or sharding.model_spec.num_batch_sums
             ),
+            f"parameters are sliced along {self.axis}": any(
+                self.axis in each.sliced_dims for each in sharding.param_shardings
+            ),
             "batch norms see the samples of all ranks": sharding.syncs_batch_norm,
             "the gradient noise scale is measured on all ranks": job.train.noise_scale,
         }

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
 from meshwright.plan.sharding.expert_load import num_load_counts
-from meshwright.plan.sharding.mesh import ROUND_AXES, axes_with
+from meshwright.plan.sharding.mesh import ROUND_AXES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -153,11 +153,6 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     elif num_sites > 1:
         ranks = range(view.plan.mesh.world_size)
     return Role(stage_role_name(pp_rank), ranks, tuple(actions))
-
-
-def spans_roles(transfer: Transfer) -> bool:
-    """Returns whether the ranks of a group of `transfer` have different roles."""
-    return not set(axes_with("layers")).isdisjoint(transfer.axes)
 
 
 def stage_role_name(pp_rank: int) -> str:

@@ -11,7 +11,7 @@ Where sites meet in rounds of H steps, both kinds of step are simulated, and a s
 between, and one that ends a round.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
@@ -19,9 +19,9 @@ from typing import Any
 from meshwright.plan.hardware.streams import STREAMS, Resource
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, Period, Program, with_waits
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.program import Action, Period, Program, Role, Transfer, with_waits
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
-from meshwright.plan.step.single_device_program import spans_roles
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.compression_gain import compression_notes
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared
@@ -89,7 +89,7 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     Raises PlanError if the plan copies over something whose rate `target` does not know.
     """
     raise_diagnostics(_unknown_copy_rates(plan.program, target))
-    program, costs, ops_known = with_collective_waits(plan.program), dict[int, ActionCost](), True
+    program, costs, ops_known = with_collective_waits(plan.program, plan.mesh), dict[int, ActionCost](), True
     for role in program.roles:
         action_costs = ActionCosts(plan, role.ranks[0], target)
         ops_known = ops_known and action_costs.ops_known
@@ -182,23 +182,25 @@ def step_breakdown(
     }
 
 
-def with_collective_waits(program: Program) -> Program:
+def with_collective_waits(program: Program, mesh: Mesh) -> Program:
     """Returns `program` with collectives across roles that start when the last role reaches them.
 
     A program in which these waits would deadlock is returned unchanged.
     """
-    by_name: dict[str, dict[str, Action]] = {}
+    sides = defaultdict[_CollectiveKey, dict[str, Action]](dict)
     for role in program.roles:
         for action in role.actions:
-            if action.stream == "comm" and action.transfer is not None and spans_roles(action.transfer):
-                by_name.setdefault(action.name, {})[role.name] = action
-    if not any(len(roles) > 1 for roles in by_name.values()):
+            if action.stream == "comm" and action.transfer is not None:
+                sides[_collective_key(action, action.transfer, role, mesh)][role.name] = action
+    if not any(len(roles) > 1 for roles in sides.values()):
         return program
+    spanning = {(name, key[0]): side for key, side in sides.items() if len(side) > 1 for name in side}
     changed = []
     for role in program.roles:
         actions = []
         for action in role.actions:
-            others = {name: each for name, each in by_name.get(action.name, {}).items() if name != role.name}
+            side = spanning.get((role.name, action.name), {})
+            others = {name: each for name, each in side.items() if name != role.name}
             waits = (qualified_name(other, wait) for other, each in others.items() for wait in each.waits)
             actions.append(with_waits(action, waits) if others else action)
         changed.append(replace(role, actions=tuple(actions)))
@@ -208,6 +210,16 @@ def with_collective_waits(program: Program) -> Program:
     except SimulationDeadlock:  # roles reach collectives in an order that contradicts the waits
         return program
     return waiting
+
+
+_CollectiveKey = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def _collective_key(action: Action, transfer: Transfer, role: Role, mesh: Mesh) -> _CollectiveKey:
+    """Returns what the sides of a collective have in common: name, and which ranks take part."""
+    coordinate = mesh.coordinate(role.ranks[0])
+    others = tuple(index for axis, index in coordinate.items() if axis not in transfer.axes)
+    return action.name, others, transfer.member_indices
 
 
 def _role_breakdown(

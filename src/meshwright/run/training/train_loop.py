@@ -357,9 +357,11 @@ class _TrainLoop:
         ids = {
             rank_report.rank: sample_ids[self.plan.data_index(rank_report.rank)]
             for rank_report in spike.rank_reports
+            if not self.plan.is_server(rank_report.rank)
         }
         ranks = [
-            {**asdict(rank_report), "samples": ids[rank_report.rank]} for rank_report in spike.rank_reports
+            {**asdict(rank_report), "samples": ids.get(rank_report.rank, [])}
+            for rank_report in spike.rank_reports
         ]
         values = {"loss": spike.loss, "grad_norm": spike.grad_norm, "reasons": spike.reasons, "ranks": ranks}
         self._write({"kind": SPIKE, "step": spike.step, "action": self.plan.job.guard.action, **values})
