@@ -2,7 +2,8 @@
 
     plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each with a codec
              with random options: {ddp, ZeRO 1 to 3, hybrid} x {tensor, context and expert parallelism,
-             pipelines of every schedule} x {recomputation, offload, gist, chunked loss} ...
+             pipelines of every schedule} x {recomputation, offload, gist, chunked loss} ...; qgz on two
+             hosts; some plans train at two sites, whose outer gradients travel as codes
     parity   as `verify` does, in float64, to 1e-10: every sum equals what its codec defines, and every number
              of every rank equals one device whose gradient lacks what is owed (engine/step/observed_sums.py)
 
@@ -19,9 +20,9 @@ from random import Random
 
 from benchmarks.harness.result import Result
 from benchmarks.random_plans.combinations import Row
-from benchmarks.random_plans.compression_draws import with_compression
+from benchmarks.random_plans.compression_draws import with_compression, with_hosts, with_rounds
 from benchmarks.random_plans.parity_of_draws import compared_draws, counts_of, parity_result
-from benchmarks.random_plans.random_draws import Draw, draw
+from benchmarks.random_plans.random_draws import MAX_RANKS, Draw, draw
 from benchmarks.random_plans.random_plans import try_plan
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 
@@ -30,16 +31,22 @@ CLAIM = (
     "150 random plans with compressed gradients apply what their codes define and owe the rest: every number "
     "to 1e-10 in float64"
 )
-SEED, NUM_PLANS = 29, 150
+SEED, NUM_PLANS, SHARE_OF_SITES = 29, 150, 0.15
 
 
 def draws(seed: int = SEED) -> Iterator[Draw]:
     """Yields random plans with gradient compression, without end."""
     for number in count():
-        drawn = draw(seed, number)
-        compressed = with_compression(Random(f"{seed}/{number}/codec"), drawn.strategies)
-        if not drawn.perturbation and len(compressed) > len(drawn.strategies):
-            yield replace(drawn, strategies=compressed, guard=False)
+        drawn, rng = draw(seed, number), Random(f"{seed}/{number}/codec")
+        if drawn.perturbation:
+            continue
+        if rng.random() < SHARE_OF_SITES:
+            mesh, compressed = with_rounds(rng, drawn.mesh, drawn.strategies)
+        else:
+            compressed = with_compression(rng, drawn.strategies)
+            mesh = with_hosts(drawn.mesh, compressed)
+        if len(compressed) > len(drawn.strategies) and mesh.world_size <= MAX_RANKS:
+            yield replace(drawn, mesh=mesh, strategies=compressed, guard=False)
 
 
 def codec_of(drawn: Draw) -> str:

@@ -44,6 +44,7 @@ from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.outer.rounds import RoundStrategy
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.server.parameter_server import ParameterServer
@@ -147,7 +148,8 @@ class Draw:
     @property
     def num_samples(self) -> int:
         """The number of samples of a global batch."""
-        split = {strategy.axis for strategy in self.strategies if isinstance(strategy, BatchSplit)}
+        splits = BatchSplit, RoundStrategy
+        split = {strategy.axis for strategy in self.strategies if isinstance(strategy, splits)}
         readers = self.mesh.group_size(split)
         for server in self.strategies:
             if isinstance(server, ParameterServer) and server.dedicated:  # servers read no samples
@@ -157,8 +159,11 @@ class Draw:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are compared; with a loss guard, one more, which it must skip."""
-        return NUM_STEPS + self.guard
+        """The number of steps that are compared, or of rounds; with a loss guard, one more, which it must
+        skip.
+        """
+        rounds = [each.sync_every for each in self.strategies if isinstance(each, RoundStrategy)]
+        return NUM_STEPS * max(rounds, default=1) + self.guard
 
     @property
     def techniques(self) -> tuple[str, ...]:

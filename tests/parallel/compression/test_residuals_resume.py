@@ -1,5 +1,6 @@
 """What is owed survives a resume: to the bit under the same plan, in its sum under any other one."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,7 @@ def test_a_resume_with_another_rank_of_powersgd_says_that_its_factors_begin_anew
     assert told.startswith(
         "what compress keeps from step to step has another shape in that checkpoint and begins anew: factor/"
     )
+    assert re.search(r" \(\[2, \d+\] there, \[1, \d+\] here\)", told), told
     before, after = owed(saved), owed(save(one, tmp_path / "one", saved, num_steps=0))
     assert all(torch.equal(each, after[key]) for key, each in before.items())  # what is owed stays
 

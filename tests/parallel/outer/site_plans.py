@@ -28,7 +28,7 @@ from tests.tiny_model import (
     verdict_of,
 )
 
-ANALYZED = analyzed_model()
+ANALYZED, TIED = analyzed_model(), analyzed_model(tied=True)
 ADAMW = OptimizerConfig("adamw", lr=0.01, weight_decay=0.1)
 SPLIT_SHARDS = mw.BatchSplit("dp_shard")
 INNER: dict[str, tuple[mw.Mesh, tuple[Strategy, ...], int]] = {

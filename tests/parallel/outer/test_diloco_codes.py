@@ -21,6 +21,7 @@ from tests.parallel.outer.site_plans import (
     ANALYZED,
     ATTENDS,
     INNER,
+    TIED,
     is_equal,
     samples_of,
     trained,
@@ -62,6 +63,25 @@ def test_every_rank_equals_the_definition_less_what_codes_lose(inner: str, codec
     assert static_checks(plan) == []
     data = None if analyzed is ANALYZED else batches(1, NUM_SAMPLES)[0]
     verdict = verdict_of(case_of(analyzed, plan, data), 5)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        mw.Int4Compression(axis="outer", rounding="stochastic"),
+        mw.SignCompression(axis="outer"),
+        mw.TopKCompression(axis="outer", density=0.1),
+        mw.PowerSGDCompression(axis="outer", rank=1),
+    ],
+    ids=lambda codec: codec.mode,
+)
+def test_stages_that_share_a_tied_weight_end_rounds_with_the_same_one(codec: Strategy):
+    mesh, strategies, micro_batch = INNER["stages"]
+    for each in ((), (codec,)):
+        plan = mw.make_plan(TIED, tiny_job(), mesh, (*strategies, ROUNDS, *each), micro_batch)
+        assert static_checks(plan) == []
+    verdict = verdict_of(case_of(TIED, plan), 4)
     assert verdict.passed, verdict
 
 

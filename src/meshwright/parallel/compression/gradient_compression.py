@@ -165,8 +165,10 @@ class GradientCompression(Strategy):
             text = "each microbatch is an update of its own, and verify cannot compare codes of such sums yet"
             fix = "use another schedule (1f1b), or remove compress"
             raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
-        coded = [each for role in program.roles for each in role.actions if self.codes(each, view.plan)]
-        if self.axis in ROUND_AXES and not coded:
+        sums = (each for role in program.roles for each in role.actions if each.kind in CODED_KINDS)
+        if self.axis in ROUND_AXES and not any(
+            self.axis in move.axes for each in sums for move in each.transfers
+        ):
             text = f"nothing that is summed along {self.axis} is a gradient: local_sgd averages parameters"
             fix = "use diloco (outer_lr = 1 and outer_momentum = 0 is local SGD), or remove compress"
             raise PlanError(text, fix=fix, location=f"strategies.{self.name}.axis")

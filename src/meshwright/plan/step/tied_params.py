@@ -49,9 +49,9 @@ def add_tied_grad_reductions(program: Program, view: RankView, job: Job) -> Prog
 
 
 def sums_grads(action: Action) -> bool:
-    """Returns whether `action` sums gradients over ranks or microbatches."""
+    """Returns whether `action` sums gradients over ranks or microbatches; a round sums what steps made."""
     return action.kind == "ACCUMULATE" or (
-        action.transfer is not None and action.transfer.collective in REDUCTIONS
+        action.transfer is not None and action.transfer.collective in REDUCTIONS and action.period is None
     )
 
 

@@ -277,7 +277,7 @@ def state_changes(saved: Mapping[str, Sequence[int]], plan: Plan) -> list[str]:
         for spec in owned
     }
     reshaped = {
-        name
+        name: f" ({list(spec.shape_of_one(saved[name]))} there, {list(spec.shape)} here)"
         for name, spec in specs.items()
         if spec.may_begin_anew and name in saved and spec.shape_of_one(saved[name]) != spec.shape
     }
@@ -293,7 +293,7 @@ def state_changes(saved: Mapping[str, Sequence[int]], plan: Plan) -> list[str]:
         by_owner = dict[str, list[str]]()
         for name in sorted(names):
             owner, _, key = name.removeprefix(STATE_PREFIX).partition("/")
-            by_owner.setdefault(owner, []).append(key)
+            by_owner.setdefault(owner, []).append(key + reshaped.get(name, ""))
         for owner, own in by_owner.items():
             more = f" and {len(own) - 1} more" if len(own) > 1 else ""
             lines.append(f"what {owner} keeps from step to step {text}: {own[0]}{more}")

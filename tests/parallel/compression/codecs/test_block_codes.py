@@ -7,6 +7,7 @@ from meshwright.parallel.compression.codecs.block_codes import CHUNK, BlockCodec
 from meshwright.parallel.compression.codecs.cast import CastCompression
 from meshwright.parallel.compression.codecs.int4 import Int4Compression
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.sign import SignCompression
 from tests.parallel.compression.coded_plans import decoded
 
 
@@ -22,6 +23,18 @@ def test_slices_of_many_chunks_have_the_bytes_of_their_chunks():
 
 def test_blocks_are_padded_with_zeros():
     assert in_blocks(torch.ones(5), 4).tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "codec", [Int8Compression(), Int4Compression(), CastCompression(dtype="float8"), SignCompression()]
+)
+def test_a_rank_without_elements_of_a_parameter_sends_no_codes(codec: BlockCodec):
+    nothing, codes = torch.empty(0), torch.empty(0, dtype=torch.uint8)
+    assert codec.slice_nbytes(0) == 0
+    codec.encode_slice(nothing, codes, 0)
+    codec.encode_flat(nothing, codes)
+    codec.add_slices(codes.view(2, 0), nothing)
+    codec.decode_sum(codes, nothing)
 
 
 @pytest.mark.parametrize("codec", [Int8Compression(), CastCompression(dtype="float8")])

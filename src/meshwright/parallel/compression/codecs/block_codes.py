@@ -103,7 +103,7 @@ class BlockCodec(SlicedCodec):
     def _chunks(self, values: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yields, chunk by chunk, where its codes begin, their bytes, and its elements."""
         at = 0
-        for chunk in values.split(CHUNK):
+        for chunk in values.split(CHUNK) if len(values) else ():  # a rank may have no element of a parameter
             nbytes = self.code_nbytes(len(chunk))
             yield at, nbytes, chunk
             at += nbytes
