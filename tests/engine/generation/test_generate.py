@@ -24,6 +24,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
@@ -73,20 +74,37 @@ def analyzed_family(family: str) -> AnalyzedModel:
     return analyze(FAMILIES[family](), batches(1, 12)[0])
 
 
+@cache
+def planned(family: str, layout: Layout, micro_batch: int) -> Plan:
+    """The plan of a family on a layout."""
+    return make_plan(analyzed_family(family), tiny_job(), *layout, micro_batch)
+
+
+def answers_on(
+    world: World,
+    family: str,
+    layout: Layout,
+    params: SamplingParams = GREEDY,
+    *,
+    use: Callable[..., Any] | None = None,
+    prompts: Any = PROMPTS,
+    micro_batch: int = 2,
+    **how: Any,
+) -> Any:
+    """The answers on one rank, or what `use` returns of its trainer and them."""
+    plan = planned(family, layout, micro_batch)
+    with parallelize(analyzed_family(family), plan, world=world) as trainer:
+        found = trainer.generate(prompts, params, **how)
+        return found if use is None else use(trainer, found)
+
+
 def answers_of(
-    family: str, layout: Layout, params: SamplingParams = GREEDY, *, use: Callable[..., Any] | None = None,
-    prompts: Any = PROMPTS, micro_batch: int = 2, **how: Any,
-) -> list[Any]:  # fmt: skip
-    """The answers of each rank, or what `use` returns of its trainer and them."""
-    analyzed, (mesh, strategies) = analyzed_family(family), layout
-    plan = make_plan(analyzed, tiny_job(), mesh, strategies, micro_batch)
-
-    def rank(world: World) -> Any:
-        with parallelize(analyzed, plan, world=world) as trainer:
-            found = trainer.generate(prompts, params, **how)
-            return found if use is None else use(trainer, found)
-
-    return run_on_threads(rank, mesh)
+    family: str, layout: Layout, params: SamplingParams = GREEDY, *, micro_batch: int = 2, **how: Any
+) -> list[Any]:
+    """Those of all ranks, as threads."""
+    planned(family, layout, micro_batch)  # once
+    how["micro_batch"] = micro_batch
+    return run_on_threads(lambda world: answers_on(world, family, layout, params, **how), layout[0])
 
 
 @cache
@@ -143,6 +161,13 @@ def test_greedy_answers_under_combined_plans(layout: str):
 def test_experts_meet_though_ranks_have_unequally_many_prompts(mesh: Mesh):
     for answers in answers_of("mixtral", (mesh, None), batch_size=1, micro_batch=1):
         check_greedy(answers, "mixtral")
+
+
+@pytest.mark.parametrize("layout", ["copies", "shards", "context"])
+@pytest.mark.parametrize("gather", ["once", "block"])
+def test_ranks_without_prompts_get_the_answers_of_others(layout: str, gather: str):
+    for answers in answers_of("llama", LAYOUTS[layout], prompts=PROMPTS[:1], gather=gather):
+        assert [list(each.tokens) for each in answers] == truth("llama")[0][:1]
 
 
 @cache
@@ -266,6 +291,14 @@ def test_slices_send_two_sums_per_layer_and_a_few_numbers_per_row():
     chosen = rows * NEW * 48 * 2
     for found in answers_of("llama", LAYOUTS["tensor"], use=sent):
         assert found == {"GENERATE": pytest.approx(sums + chosen + 2 * DIGEST)}
+
+
+def test_stages_send_hidden_states_and_tokens_alone():
+    tokens = len(PROMPTS) * (max(map(len, PROMPTS)) + NEW - 1)
+    first, last = answers_of("llama", LAYOUTS["pipeline"], use=sent)
+    assert first == {"GENERATE(model.layers.0)": tokens * 48 * 8, "GENERATE": DIGEST}
+    chosen, logprobs = len(PROMPTS) * NEW * 8, len(PROMPTS) * NEW * 16
+    assert last == {"GENERATE": DIGEST + chosen + logprobs}
 
 
 def test_copies_send_answers_alone():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.engine.generation.stage_forwards import StageForwards
 from meshwright.model.hf.declared_tp_plan import generation_model
 from meshwright.model.loss.token_cross_entropy import get_logits
 from meshwright.plan.job.errors import PlanError
@@ -27,10 +28,14 @@ CACHE, MASK, POSITIONS, LAST_ONLY = "past_key_values", "attention_mask", "positi
 
 
 class CachedForward:
-    """The forwards of one batch of rows of `module`, which grow by a token each time."""
+    """The forwards of one batch of rows of `module`, which grow by a token each time; `stages` run the
+    blocks of a pipeline.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._model = module, generation_model(module)
+    On a rank of a pipeline without the last stage, logits are NaN.
+    """
+
+    def __init__(self, module: nn.Module, stages: StageForwards | None = None) -> None:
+        self._module, self._model, self._stages = module, generation_model(module), stages
         called = module if self._model is None else self._model
         self._arguments = frozenset(inspect.signature(type(called).forward).parameters)
         self._cache: Any = None
@@ -49,9 +54,14 @@ class CachedForward:
             ids_BL: (rows, tokens), all tokens so far, padded on the left.
             mask_BL: (rows, tokens), 0 for padding and 1 for tokens.
         """
-        outputs = self._module(**self._inputs(ids_BL, mask_BL))
+        inputs = self._inputs(ids_BL, mask_BL)
+        if self._stages is not None:
+            self._stages.begin(inputs["input_ids"])
+        outputs = self._module(**inputs)
         if self._uses_cache:
             self._cache = outputs.past_key_values
+        if self._stages is not None:
+            self._stages.end(self._cache, ids_BL.shape[1])
         logits = get_logits(outputs)
         if logits.ndim != 3 or len(logits) != len(ids_BL):
             shape = f"of shape {list(logits.shape)} for {len(ids_BL)} samples"

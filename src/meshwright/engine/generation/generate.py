@@ -18,7 +18,8 @@ else.
 
     bytes sent by a rank, per forward, with D wide activations of r rows
         tp       two sums per layer (all_reduce of r D), one of the embedding, token_sampler.py per row
-        pp       the outputs of each block to the other stages
+        pp       r D at each border and 8 per row for the token (stage_forwards.py); once per call 16
+                 max_new_tokens per row
         ep       what ExpertParallel sends for r tokens, and 8 bytes to agree
         shards   nothing; once per call (n - 1) S of each shard of S bytes
         at the end of a call  (n - 1) (24 max_new_tokens + 16) bytes per row of a rank
@@ -43,7 +44,14 @@ from meshwright.engine.generation.sampling_params import (
     end_tokens,
     request_diagnostics,
 )
-from meshwright.engine.generation.token_sampler import ABSENT, TokenSampler, full_vocabulary
+from meshwright.engine.generation.stage_forwards import make_stage_forwards
+from meshwright.engine.generation.token_sampler import (
+    ABSENT,
+    NO_TOKEN,
+    ChosenTokens,
+    TokenSampler,
+    full_vocabulary,
+)
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
@@ -133,6 +141,7 @@ class _Generation:
         self._group: Group = state.world.group(self._row_axes)
         self._ends = frozenset(end_tokens(state.trained_module.module, request.params) or ())
         meeting = [axis for axis in self._row_axes if axis in self._meeting_axes()]
+        self._stages = make_stage_forwards(state, GENERATE_ACTION)
         self._meeting_group = state.world.group(tuple(meeting)) if meeting else None
 
     def answers(self) -> list[GeneratedAnswer]:
@@ -146,9 +155,12 @@ class _Generation:
         gather_once = self._request.gather == "once"
         self._executor.check_sites_agree("generate")
         forwards = self._executor.full_param_forwards
-        with forwards.generation_forwards(GENERATE_ACTION, gather_once=gather_once) as vocab_shard:
+        run_stages = None if self._stages is None else self._stages.run()
+        with forwards.generation_forwards(
+            GENERATE_ACTION, gather_once=gather_once, run_stages=run_stages
+        ) as vocab_shard:
             for batch in rows:
-                self._continue(batch, CachedForward(module), vocab_shard)
+                self._continue(batch, CachedForward(module, self._stages), vocab_shard)
         return self._gathered(batches)
 
     def _batches(self) -> list[list[_Row]]:
@@ -179,11 +191,30 @@ class _Generation:
         while self._any_running(rows):
             ids_BL, mask_BL = context_BL.clamp(min=0), (context_BL != ABSENT).long()
             logits_BV = forward.next_logits(ids_BL, mask_BL)
-            sampler = TokenSampler(self._request.params, vocab_shard or full_vocabulary(logits_BV.shape[1]))
-            numbers = [row.number for row in rows]
-            chosen = sampler.choose(logits_BV, context_BL, numbers, [row.num_tokens for row in rows])
+            chosen = self._choose(logits_BV, context_BL, rows, vocab_shard)
             self._append(rows, *(each.tolist() for each in chosen))
             context_BL = torch.cat([context_BL, chosen.ids.unsqueeze(1)], 1)
+
+    def _choose(
+        self,
+        logits_BV: torch.Tensor,
+        context_BL: torch.Tensor,
+        rows: list[_Row],
+        vocab_shard: VocabShard | None,
+    ) -> ChosenTokens:
+        """Returns the next token of each row; where a rank of a pipeline has no logits, without
+        log-probabilities.
+        """
+        stages = self._stages
+        if stages is not None and not stages.is_last:
+            nothing = torch.zeros(len(rows), dtype=torch.float64, device=context_BL.device)
+            return ChosenTokens(stages.share_tokens(nothing.long()), nothing, nothing)
+        sampler = TokenSampler(self._request.params, vocab_shard or full_vocabulary(logits_BV.shape[1]))
+        numbers, positions = [row.number for row in rows], [row.num_tokens for row in rows]
+        chosen = sampler.choose(logits_BV, context_BL, numbers, positions)
+        if stages is not None:
+            stages.share_tokens(chosen.ids)
+        return chosen
 
     def _any_running(self, rows: list[_Row]) -> bool:
         num_running = sum(row.state == RUNNING for row in rows)
@@ -194,20 +225,12 @@ class _Generation:
         return counted.item() > 0
 
     def _append(
-        self,
-        rows: list[_Row],
-        ids: list[int],
-        logprobs: list[float],
-        sampling_logprobs: list[float],
-        is_valid: list[bool],
+        self, rows: list[_Row], ids: list[int], logprobs: list[float], sampling_logprobs: list[float]
     ) -> None:
-        params = self._request.params
-        for row, token, logprob, sampling_logprob, valid in zip(
-            rows, ids, logprobs, sampling_logprobs, is_valid, strict=True
-        ):
+        for row, token, logprob, sampling_logprob in zip(rows, ids, logprobs, sampling_logprobs, strict=True):
             if row.state != RUNNING:
                 continue
-            if not valid:
+            if token == NO_TOKEN:
                 row.state = NOT_FINITE
                 continue
             row.tokens.append(token)
@@ -215,7 +238,7 @@ class _Generation:
             row.sampling_logprobs.append(sampling_logprob)
             if token in self._ends or self._completes_stop_string(row):
                 row.state = STOPPED
-            elif len(row.tokens) == params.max_new_tokens:
+            elif len(row.tokens) == self._request.params.max_new_tokens:
                 row.state = AT_LENGTH
 
     def _completes_stop_string(self, row: _Row) -> bool:
@@ -237,7 +260,10 @@ class _Generation:
             ids[place, 2 : 2 + count] = torch.tensor(row.tokens, dtype=torch.int64)
             both = [row.logprobs, row.sampling_logprobs]
             logprobs[place, :, :count] = torch.tensor(both, dtype=torch.float64)
-        ids, logprobs = (_all_gather(self._group, each.to(device)) for each in (ids, logprobs))
+        ids, logprobs = ids.to(device), logprobs.to(device)
+        if self._stages is not None:
+            self._stages.share_logprobs(logprobs)
+        ids, logprobs = (_all_gather(self._group, each) for each in (ids, logprobs))
         answers = []
         for rank, rows in enumerate(rows_by_rank):
             for row, (how, count, *tokens), (full, drawn) in zip(

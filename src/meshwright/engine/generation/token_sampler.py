@@ -34,18 +34,18 @@ from meshwright.model.tensors.counter_rng import derive_key, random_bits, signed
 
 FIRST_CANDIDATES = 64  # of top_p; four times as many if these do not have the probability together
 ABSENT = -1  # in place of a token id, where a row is padded
+NO_TOKEN = -2  # where the logits of a row are not finite
 
 
 class ChosenTokens(NamedTuple):
     """A token per row, with its log-probabilities (see GeneratedAnswer); tensors of shape (rows,).
 
-    `is_valid` is False for a row whose logits are not finite: its token means nothing.
+    The id is NO_TOKEN for a row whose logits are not finite.
     """
 
     ids: torch.Tensor
     logprobs: torch.Tensor
     sampling_logprobs: torch.Tensor
-    is_valid: torch.Tensor
 
 
 class TokenSampler:
@@ -83,8 +83,8 @@ class TokenSampler:
         id_B, logit_B, score_B = (each.gather(0, best_1B).squeeze(0) for each in of_best)
         total_B, kept_B = total_RB.logsumexp(0), kept_RB.logsumexp(0)
         sampling_B = score_B - kept_B if self._params.do_sample else torch.zeros_like(logit_B)
-        is_valid_B = total_B.isfinite()
-        return ChosenTokens(id_B.where(is_valid_B, 0).long(), logit_B - total_B, sampling_B, is_valid_B)
+        ids_B = id_B.where(total_B.isfinite(), NO_TOKEN).long()
+        return ChosenTokens(ids_B, logit_B - total_B, sampling_B)
 
     def _penalized(self, logits_BV: torch.Tensor, context_BL: torch.Tensor) -> torch.Tensor:
         penalty, size = self._params.repetition_penalty, self._shard.size

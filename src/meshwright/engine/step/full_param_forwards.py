@@ -8,7 +8,7 @@ All ranks run the same forwards; in `generation_forwards` those along axes on wh
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from meshwright.engine.forward_backward.evaluation import evaluation_mode
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import PipelinedForward
@@ -49,17 +49,29 @@ class FullParamForwards:
             yield
 
     @contextmanager
-    def generation_forwards(self, action: str, *, gather_once: bool) -> Iterator[VocabShard | None]:
+    def generation_forwards(
+        self, action: str, *, gather_once: bool, run_stages: AbstractContextManager[None] | None
+    ) -> Iterator[VocabShard | None]:
         """Likewise, but forwards return logits of the part of the vocabulary that is yielded; None: of all of
         it. `gather_once` gathers sharded parameters before the first forward, and keeps them meanwhile.
+        `run_stages` runs the blocks of a pipeline; None: in lockstep.
         """
         self._state.end_earlier_steps()
         self._state.collectives.begin_block(action)
-        with evaluation_mode(self._state), self._local_logits(action, gather_once=gather_once):
+        with (
+            evaluation_mode(self._state),
+            self._local_logits(action, gather_once=gather_once, run_stages=run_stages),
+        ):
             yield self._vocab_parallel_logits.shard_for(action)
 
     @contextmanager
-    def _local_logits(self, action: str, *, gather_once: bool = False) -> Iterator[None]:
+    def _local_logits(
+        self,
+        action: str,
+        *,
+        gather_once: bool = False,
+        run_stages: AbstractContextManager[None] | None = None,
+    ) -> Iterator[None]:
         state = self._state
         if number := state.plan.sharding.num_servers:
             text = f"the last {number} ranks only serve, and run no forward"
@@ -69,7 +81,7 @@ class FullParamForwards:
             summon_full_params(
                 state.trained_module, state.flat_params, state.driver, action, gather_once=gather_once
             ),
-            self._pipelined_forward.run_in_lockstep(action),
+            run_stages or self._pipelined_forward.run_in_lockstep(action),
             self._chunked_loss.full_logits(),
             state.sequence_runner.full_sequences(),
         ):

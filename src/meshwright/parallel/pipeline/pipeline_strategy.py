@@ -41,10 +41,10 @@ sends all of it over a link of its own; with `scatter` each sends one t-th, and 
 That pays if links between stages are slower than those within: stages on other hosts. Ranks that own whole
 matrices (Muon with slices) step those of their own stage (plan/step/matrix_owner_actions.py).
 
-Evaluations go through the same stages, one microbatch directly after the other. Any other forward,
-`generate` with its cache too, is run by all ranks in lockstep inside `trainer.full_params()`, each block
-where its weights are. The loss guard replays a harmful step stage by stage. The noise scale is refused if
-several stages use a weight.
+Evaluations go through the same stages, one microbatch directly after the other; so does `trainer.generate`,
+which sends hidden states and tokens. Any other forward, also transformers' `generate` with its cache, is run
+by all ranks in lockstep inside `trainer.full_params()`, each block where its weights are. The loss guard
+replays a harmful step stage by stage. The noise scale is refused if several stages use a weight.
 
 Cost: the bubble of the schedule; activations of the microbatches in flight. Stage boundaries balance the
 operations best, unless `split_points` names the blocks with which stages begin.
