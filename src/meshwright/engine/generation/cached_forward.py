@@ -25,6 +25,7 @@ from meshwright.model.loss.token_cross_entropy import get_logits
 from meshwright.plan.job.errors import PlanError
 
 CACHE, MASK, POSITIONS, LAST_ONLY = "past_key_values", "attention_mask", "position_ids", "logits_to_keep"
+ROUTER_LOGITS = "output_router_logits"
 
 
 class CachedForward:
@@ -86,7 +87,9 @@ class CachedForward:
         if self._model is None:
             return {"input_ids": ids_BL}
         positions = (mask_BL.cumsum(1) - 1).clamp(min=0)
-        more = {MASK: mask_BL, POSITIONS: positions, "use_cache": self._uses_cache, LAST_ONLY: 1}
+        # an auxiliary loss is that of a step, and expects router logits of as many tokens as the mask has
+        more = {MASK: mask_BL, POSITIONS: positions, ROUTER_LOGITS: False, LAST_ONLY: 1}
+        more["use_cache"] = self._uses_cache
         accepted = {name: value for name, value in more.items() if name in self._arguments}
         prepared: dict[str, Any] = self._model.prepare_inputs_for_generation(
             ids_BL,

@@ -63,8 +63,7 @@ def make_stage_forwards(state: RankState, action: str) -> "StageForwards | None"
         owners |= {block_of(call): index for call in calls}
     shapes = _shapes_by_length(graph, shorter_graph, length)
     crossing = [value for value in graph.boundaries.values if _crosses(value, owners)]
-    has_captured = any(stub.captured for stub in graph.stubs.values())
-    if shapes is None or has_captured or any(value.op for value in crossing):
+    if shapes is None or any(value.op for value in crossing):
         return None
     return StageForwards(state, action, _StagePlan(graph, owners, {v.name: v for v in crossing}, shapes))
 
@@ -143,6 +142,7 @@ class StageForwards:
         self.last_rank = stage_plan.owners[block_of(stage_plan.graph.boundaries.block_calls[-1])]
         self._num_samples, self._num_tokens = 0, 0
         self._num_calls: dict[str, int] = {}
+        self._values: dict[str, torch.Tensor] = {}  # of this forward, by name
         self._sends: list[tuple[Work, torch.Tensor]] = []
 
     @property
@@ -159,13 +159,13 @@ class StageForwards:
     def begin(self, ids: torch.Tensor) -> None:
         """Begins a forward on the tokens `ids`, (samples, tokens)."""
         self._num_samples, self._num_tokens = ids.shape
-        self._num_calls = {}
+        self._num_calls, self._values = {}, {}
 
     def end(self, cache: Any, num_tokens: int) -> None:
         """Ends a forward: layers of other ranks in `cache` become as long as the `num_tokens` so far."""
         for work, _ in self._sends:
             work.wait()
-        self._sends = []
+        self._sends, self._values = [], {}
         empty = torch.full((), nan, device=self._state.world.device)
         for index, layer in enumerate([] if cache is None else cache.layers):
             missing = num_tokens - layer.get_seq_length()
@@ -193,24 +193,31 @@ class StageForwards:
             fix = "generate under a plan without a pipeline"
             raise PlanError(text, fix=fix, location="model")
         if owner != self._group.index:
-            values = dict[str, torch.Tensor]()
-            return map_leaves(stub.outputs, partial(self._foreign_value, owner, (args, kwargs), values))
+            return map_leaves(stub.outputs, partial(self._foreign_value, owner, (args, kwargs)))
         outputs = run(*args, **kwargs)
-        for ref, tensor in zip(stub.value_refs, tree_tensors(outputs), strict=True):
-            for rank in self._plan.receivers(ref.name):
-                self._send(ref.name, tensor, rank)
+        refs = [each for each in value_leaves(stub.outputs) if type(each) is ValueRef]
+        tensors = tree_tensors(outputs)
+        if len(refs) != len(tensors):
+            given = f"'{name}' returns {len(tensors)} tensors, and {len(refs)} in the trial"
+            fix = "let the block return the same with a cache as without; or generate without a pipeline"
+            raise PlanError(given, fix=fix, location="model")
+        for ref, tensor in zip(refs, tensors, strict=True):
+            if ref.name not in self._values:
+                for rank in self._plan.receivers(ref.name):
+                    self._send(ref.name, tensor, rank)
+                self._values[ref.name] = tensor
         return outputs
 
-    def _foreign_value(self, owner: int, inputs: Any, values: dict[str, torch.Tensor], leaf: Any) -> Any:
-        """Returns what stands for `leaf` of the outputs of a block of the rank `owner`; of each name once."""
+    def _foreign_value(self, owner: int, inputs: Any, leaf: Any) -> Any:
+        """Returns what stands for `leaf` of the outputs of a block of the rank `owner`."""
         if type(leaf) is not ValueRef:
             return leaf
         if not leaf.name:
             return value_leaves(inputs)[leaf.input_index]
-        if leaf.name not in values:
+        if leaf.name not in self._values:  # else an earlier block has returned it too
             is_needed = self._group.index in self._plan.receivers(leaf.name)
-            values[leaf.name] = self._recv(leaf.name, owner) if is_needed else self._absent(leaf.name)
-        return values[leaf.name]
+            self._values[leaf.name] = self._recv(leaf.name, owner) if is_needed else self._absent(leaf.name)
+        return self._values[leaf.name]
 
     def _absent(self, name: str) -> torch.Tensor:
         dtype, device = self._plan.graph.values[name].dtype, self._state.world.device
