@@ -161,7 +161,7 @@ def test_a_plan_that_says_otherwise_than_the_arguments_is_refused():
         micro_batch=4,
         num_microbatches=1,
         job=mw.Job(train=mw.TrainConfig(clip=2.0), precision=job.precision),
-        sharding=SimpleNamespace(primary_rank_axes=()),
+        sharding=SimpleNamespace(primary_rank_axes=(), num_servers=0),
     )
     with pytest.raises(PlanError) as error:
         raise_diagnostics(plan_diagnostics(plan, args, job))  # type: ignore[arg-type]
