@@ -45,6 +45,7 @@ from meshwright.parallel.memory.partitioned_activations import PartitionedActiva
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import run_on_threads
@@ -54,6 +55,7 @@ CLAIM = (
     "100 random plans with offload end with the bits of the same plan without it, and equal one device to "
     "1e-10 in float64; every planted fault is found"
 )
+STEPPING_FOR_OTHERS = (DataParallelMaster, ParameterServer)  # where states stay on the device
 LEAVING = (Offload, DiskOffload, ActivationOffload, PartitionedActivations)
 SEED, NUM_PLANS, NUM_STEPS = 28, 100, 3
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
@@ -65,7 +67,7 @@ def draws(seed: int = SEED) -> Iterator[Draw]:
     for number in count():
         drawn = draw(seed, number)
         others = without_offload(drawn).strategies
-        if drawn.perturbation or any(isinstance(each, DataParallelMaster) for each in others):
+        if drawn.perturbation or any(isinstance(each, STEPPING_FOR_OTHERS) for each in others):
             continue
         rng = Random(f"{seed}/{number}/mode")
         offloaded = with_states_offload(rng, others)

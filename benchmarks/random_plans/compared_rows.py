@@ -19,6 +19,8 @@ def compare_all(name: str, chosen: Sequence[Draw], compare: Callable[[Draw], Row
     found = store.read()
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(compare, each) for each in chosen if str(each) not in found]):
+            if ended.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)  # or the others run first, for an hour
             row = ended.result()
             found[row["case"]] = row
             store.add(row)

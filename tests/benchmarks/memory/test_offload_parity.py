@@ -10,8 +10,9 @@ from meshwright.parallel.memory.tiers.offload import Offload
 
 
 def test_every_draw_has_offload_and_what_is_compared_is_equal():
-    drawn = next(each for each in offload_parity.draws() if each.mesh.world_size == 2)
-    assert any(isinstance(each, offload_parity.LEAVING) for each in drawn.strategies)
+    some = list(islice(offload_parity.draws(), 60))
+    assert all(offload_parity.offload_of(each) for each in some)
+    drawn = next(each for each in some if each.mesh.world_size == 2)
     left = offload_parity.without_offload(drawn).strategies
     assert not any(isinstance(each, offload_parity.LEAVING) for each in left)
     row = offload_parity.compare(drawn)
