@@ -56,7 +56,9 @@ is that of one device whose values and gradients lose what the codes lost (docs/
 
 Cost: two passes over each value for coding; c(N) bytes for codes at both ends, between stages from the
 receive to the forward, and from a send to the next one of that value; along tp for the moment of the sum,
-beside the sum in float32: working memory of the block, which `plan` does not list.
+beside the sum in float32, along cp for that of the exchange: working memory of the block, which `plan` does
+not list (live bytes along cp with int8: 0.6 % below the plan to 2.3 % above it, as measured on 4 ranks). In a
+ring two messages of codes stand in place of those in flight, beside what they say.
 Limits: lossy. float16 clamps at 65504 and loses gradients below 6e-8, which a mean over many tokens may have:
 use bfloat16, or int8, whose steps follow the block. What is not finite stays so (in int8 and float8 with its
 block), so that the loss guard sees it. Along tp it goes with mode 1d: the products of 2d, 2.5d and 3d are
