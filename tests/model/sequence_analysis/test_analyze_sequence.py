@@ -173,6 +173,22 @@ def test_families_that_mix_tokens_are_named(name: str, message: str):
     assert reasons_not_sequence_parallel(family(name))[0].startswith(message)
 
 
+def test_what_two_lengths_refuse_alike_is_not_tried_with_a_third():
+    lengths: list[int] = []
+
+    def build() -> nn.Module:
+        module = MORE["gemma2"]()
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        return module
+
+    analyzed = analyze(build, batches("llama", 1)[0])
+    lengths.clear()
+    assert reasons_not_sequence_parallel(analyzed.sequence_info)
+    assert len(set(lengths)) == len(lengths) == 2
+
+
 def test_a_model_without_sdpa_attends_by_the_same_interface_where_it_needs_no_more_than_torch_has():
     build = factory_of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4, attn_logit_softcapping=None)
     tokens = analyze(build, batches("llama", 1)[0]).sequence_info

@@ -178,7 +178,7 @@ class AnalyzedModel:
         if self.loss.whole_batch:
             return None
 
-        gathers_experts = gathers_expert_weights(self.deferred_init.instantiate())
+        gathers_experts = self.deferred_init.read(gathers_expert_weights)
 
         def make(mode: FakeTensorMode) -> tuple[nn.Module, dict[str, nn.Module]]:
             module, blocks, _ = self.make_module("cpu", param_dtype, mode)

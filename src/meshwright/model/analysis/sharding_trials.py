@@ -75,11 +75,15 @@ def find_sequence_info(
         inputs,
         targets,
         block_calls,
-        deferred_init.instantiate(),
+        deferred_init.read(_tensor_sizes),
         make_trial_factory(deferred_init, block_names),
         loss,
         equal_calls,
     )
+
+
+def _tensor_sizes(module: nn.Module) -> frozenset[int]:
+    return frozenset(size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape)
 
 
 def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]) -> TrialFactory:

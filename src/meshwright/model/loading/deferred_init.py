@@ -29,7 +29,7 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import PretrainedSource
+
+Result = TypeVar("Result")
 
 
 class StoredValues(Protocol):
@@ -180,6 +182,10 @@ class DeferredInit:
         made_in = self.logical_params[self._first_name(name)].dtype
         widened = dtype == torch.float64 and made_in.is_floating_point
         return made_in if self.keeps_dtype(name) and not widened else dtype
+
+    def read(self, reader: Callable[[nn.Module], Result]) -> Result:
+        """Returns `reader(module)`, without a copy: the reader must not change the module."""
+        return reader(self._module)
 
     def instantiate(self) -> nn.Module:
         """Returns a fresh copy of the module: meta parameters, ties kept, its own buffers with their

@@ -46,6 +46,7 @@ from meshwright.model.recording.forward_recording import (
     TensorRecord,
 )
 from meshwright.model.tensors.call_description import in_user_checkpoint
+from meshwright.model.tensors.fake_tensor_limits import asks_for_device
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
 from meshwright.model.tensors.pytree import dataclass_items, is_dataclass_instance
 
@@ -54,7 +55,6 @@ TORCH_MODULES = str(Path(nn.modules.__file__).parent)
 CONSTANTS = frozenset(
     (type(None), bool, int, float, complex, str, slice, type(...), torch.dtype, torch.device)
 )
-DEVICE_OF = torch.ops.prim.device.default
 INDEX_OPS = frozenset((torch.ops.aten.index, torch.ops.aten.index_select))
 
 
@@ -216,8 +216,8 @@ class ForwardRecorder:
 
     def record_op(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Returns the result of the operation `func`, which it records."""
-        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].device  # as frequent as all other operations together
+        if asks_for_device(func, args):
+            return args[0].device
         with torch._C.DisableTorchFunction():
             given, named = self._describe(args), self._describe(kwargs)
             if func._overloadpacket in INDEX_OPS:

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +37,9 @@ from meshwright.model.context_parallel.attention_call import SDPAArguments
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.call_description import CHECKPOINT_MODULE, in_user_checkpoint
+from meshwright.model.tensors.fake_tensor_limits import asks_for_device
 from meshwright.plan.job.errors import PlanError
 
-DEVICE_OF = torch.ops.prim.device.default
 RANDOM_FIX = "use F.dropout or torch.rand, which draw by sample, or draw when the data is prepared"
 _UNSUPPORTED_FIX = "use F.dropout, or set its probability to 0"
 REFUSED_FUNCTIONS: dict[Any, str] = {
@@ -249,8 +248,8 @@ class _RefuseOtherDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].device  # as frequent as all other operations together
+        if asks_for_device(func, args):
+            return args[0].device
         if (
             _may_draw(func)
             and _argument(func, "dropout_p", args, kwargs) != 0

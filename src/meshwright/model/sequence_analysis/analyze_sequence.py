@@ -64,7 +64,7 @@ def analyze_sequence(
     inputs: Example,
     targets: Example,
     block_calls: Sequence[str],
-    module: nn.Module,
+    model_sizes: frozenset[int],
     make_trial: TrialFactory,
     loss: Loss,
     equal_calls: Mapping[str, str],
@@ -72,11 +72,11 @@ def analyze_sequence(
     """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
     takes any.
 
-    `block_calls` are those of a full forward; `module` has the sizes of the model, and `make_trial(batch,
-    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss;
-    `equal_calls` names the first equal block call of some.
+    `block_calls` are those of a full forward; `model_sizes` the sizes of all parameters and buffers, and
+    `make_trial(batch, num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE.
+    `loss` is the loss; `equal_calls` names the first equal block call of some.
     """
-    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss, equal_calls)
+    trials = _SequenceTrials(inputs, targets, tuple(block_calls), model_sizes, make_trial, loss, equal_calls)
     input_lengths = _sequence_lengths(inputs)
     whole, reason = trials.best_trace(input_lengths)
     planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
@@ -127,7 +127,7 @@ class _SequenceTrials:
     inputs: Example
     targets: Example
     block_calls: tuple[str, ...]
-    module: nn.Module
+    model_sizes: frozenset[int]
     make_trial: TrialFactory
     loss: Loss
     equal_calls: Mapping[str, str]
@@ -152,7 +152,7 @@ class _SequenceTrials:
         """Returns the trace of a forward on sequences of `input_lengths` tokens, or why there is none.
 
         Of several lengths it takes the first at which no block mixes tokens, since another dim may equal the
-        length.
+        length. What keeps two lengths from running alike is not tried with a third.
         """
         first_found, first_reason, floating = (
             None,
@@ -166,6 +166,8 @@ class _SequenceTrials:
                 found = more if not input_lengths or (more is not None and not _mixes_tokens(more)) else found
             elif found is not None and not input_lengths:
                 return None, ""  # no attention in the model
+            if attempt and reason and reason == first_reason:
+                break  # it names no length, and holds for all
             first_found, first_reason = first_found or found, first_reason or reason
             if found is not None and (not floating or not _mixes_tokens(found)):
                 return found, ""
@@ -246,15 +248,12 @@ class _SequenceTrials:
     def _choose_lengths(
         self, input_lengths: Sequence[int], attempt: int, excluded: Collection[int], count: int
     ) -> TrialLengths:
-        block_infos = {
-            size for tensor in (*self.module.parameters(), *self.module.buffers()) for size in tensor.shape
-        }
-        block_infos |= {
+        sizes = self.model_sizes | {
             size for value in self.inputs.values() if value.is_floating_point() for size in value.shape[1:]
-        } - {*input_lengths}
+        }.difference(input_lengths)
 
         def usable_primes(length: int, used: Collection[int], others: Iterable[int] = ()) -> Iterator[int]:
-            prime_of = distinguishing_primes(block_infos.union(others), MIN_PRIME - 1 if excluded else length)
+            prime_of = distinguishing_primes(sizes.union(others), MIN_PRIME - 1 if excluded else length)
             return (
                 prime for prime in prime_of if prime not in excluded and all(each % prime for each in used)
             )

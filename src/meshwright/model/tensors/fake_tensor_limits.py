@@ -7,10 +7,13 @@ torch.cat([a, b], dim=1)    of sizes that do not fit: as wrong on real tensors
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -48,3 +51,11 @@ def depends_on_values(error: BaseException) -> bool:
         return True
     cause = error.__cause__ or error.__context__
     return cause is not None and depends_on_values(cause)
+
+
+def asks_for_device(func: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation asks for the device of a fake tensor, which the tensor itself knows.
+
+    These are as frequent as all other operations together, and cost as much on the way through a mode.
+    """
+    return func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshwright.model.recording.forward_recording import AtenOp, TensorRecord
 from meshwright.model.recording.op_table import find_op
+from meshwright.model.tensors.fake_tensor_limits import asks_for_device
 from meshwright.nn.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     COMPUTE_HEAVY_OPS,
@@ -56,6 +57,8 @@ class OpCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if asks_for_device(func, args):
+            return args[0].device
         out = func(*args, **(kwargs or {}))
         if self._open is not None:
             self._note(func, args, kwargs, out)
