@@ -1,7 +1,7 @@
 """What a caller of generation asks for, what he gets, and what is refused before a forward runs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -118,10 +118,11 @@ def end_tokens(module: nn.Module, params: SamplingParams) -> tuple[int, ...] | N
 
 
 def _unread_fields(params: SamplingParams) -> Iterator[Diagnostic]:
-    for name in READ_WHEN_DRAWN:
-        if vars(params)[name] != SamplingParams.__dataclass_fields__[name].default:
-            text = f"{name} = {vars(params)[name]!r}, and the most likely token is chosen, which does not "
-            yield Diagnostic(f"{text}read it", f"pass do_sample=True, or leave {name} out", LOCATION)
+    for item in fields(params):
+        name, value = item.name, vars(params)[item.name]
+        if name in READ_WHEN_DRAWN and value != item.default:
+            text = f"{name} = {value!r}, and the most likely token is chosen, which does not read it"
+            yield Diagnostic(text, f"pass do_sample=True, or leave {name} out", LOCATION)
 
 
 def _model_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:

@@ -56,11 +56,15 @@ def make_stage_forwards(state: RankState, action: str) -> "StageForwards | None"
     if not _caches_keys_and_values(state.trained_module.module):
         return None
     (length,) = lengths
-    shorter = {key: value[:, : length - 1] for key, value in inputs.items()}
+    shorter = {
+        key: value[:, : length - 1] if value.ndim > TOKEN_DIM else value for key, value in inputs.items()
+    }
     graph, shorter_graph = (graphs.get(each, compute_dtype, training=False) for each in (inputs, shorter))
     owners = dict[str, int]()
     for index, calls in reversed(list(enumerate(sharding.block_calls_by_pp_rank))):
         owners |= {block_of(call): index for call in calls}
+    if not owners.keys() >= set(map(block_of, graph.boundaries.block_calls)):
+        return None  # a block that training does not call, and that every rank has
     shapes = _shapes_by_length(graph, shorter_graph, length)
     crossing = [value for value in graph.boundaries.values if _crosses(value, owners)]
     if shapes is None or any(value.op for value in crossing):
