@@ -212,17 +212,20 @@ def test_buffers_are_those_of_workers(tmp_path: Path):
     analyzed = mw.analyze(Normed, {"x": data["x"][:2]}, loss=loss)
     plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2), (SPLIT, dedicated(1)))
 
-    def body(world: World) -> None:
+    def body(world: World) -> dict[str, torch.Tensor]:
         with mw.parallelize(analyzed, plan, world=world) as trainer:
             trainer.step(trainer.local_batch(data))
             trainer.save(tmp_path)
             trainer.load(tmp_path / "step-00000001")
+            return {name: buffer.clone() for name, buffer in trainer.module.named_buffers()}
 
-    run_on_threads(body, plan.mesh)
+    of_worker, of_server = run_on_threads(body, plan.mesh)
     saved = load_tensors(tmp_path / "step-00000001")[0]
-    means = [value for name, value in saved.items() if name.endswith("running_mean")]
-    assert len(means) == 2
-    assert all(mean.count_nonzero() == 4 for mean in means)
+    assert len(of_worker) == 6
+    for name, buffer in of_worker.items():
+        assert torch.equal(saved[f"buffer/{name}"], buffer)
+        assert torch.equal(of_server[name], buffer)  # as it was loaded
+        assert buffer.count_nonzero() == buffer.numel()
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -126,15 +126,13 @@ def filter_remote_state(
     state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule, sharding: ShardingPlan
 ) -> dict[str, SavedTensor]:
     """Returns `state_dict` without the entries of other ranks, which save them: those of other pipeline
-    stages, and on servers all buffers.
+    stages, and on servers those of all blocks.
     """
     if not trained_module.remote_param_names and not sharding.num_servers:
         return dict(state_dict)
     local_blocks = {block_of(block_call) for block_call in trained_module.model_spec.block_calls}
     remote_prefixes = tuple(
-        f"buffer/{block}." if local_blocks else "buffer/"
-        for block in trained_module.blocks
-        if block not in local_blocks
+        f"buffer/{block}." for block in trained_module.blocks if block not in local_blocks
     )
     found: dict[str, SavedTensor] = {}
     for name, value in state_dict.items():
