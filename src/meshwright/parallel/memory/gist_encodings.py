@@ -154,7 +154,8 @@ class PoolWindow:
         ahead = self._place_offsets(positions.device)
         place = ahead.new_zeros(int(ahead[-1]) + 1, dtype=torch.uint8)
         place[ahead] = torch.arange(len(ahead), dtype=torch.uint8, device=ahead.device)
-        return place.index_select(0, (positions - self._first(positions)).flatten()).view(positions.shape)
+        offsets = positions.to(torch.int32).sub_(self._first(positions).to(torch.int32))
+        return place.index_select(0, offsets.flatten()).view(positions.shape)
 
     def decode(self, places: torch.Tensor) -> torch.Tensor:
         """Returns the positions."""
@@ -238,17 +239,21 @@ class GistEncoder(TorchFunctionMode):
             self._window = None
 
     def _is_square(self, func: Any, args: tuple[Any, ...]) -> bool:
-        if not args or not isinstance(args[0], torch.Tensor) or self._find_result(args[0]) is None:
-            return False
         if func in _POWER:
-            return len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 2
-        return func in _SQUARE or (func in _PRODUCT and len(args) > 1 and args[1] is args[0])
+            squares = len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 2
+        else:
+            squares = func in _SQUARE or (func in _PRODUCT and len(args) > 1 and args[1] is args[0])
+        if not squares or not args or not isinstance(args[0], torch.Tensor):
+            return False
+        return self._find_result(args[0]) is not None
 
     def _find_result(self, tensor: torch.Tensor) -> ReluResult | None:
         storage, result = self._results.get(_key(tensor), (None, None))
         return None if storage is None or storage.expired() else result
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
+        if type(tensor) is torch.nn.Parameter:
+            return tensor
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if self._in_relu is not None:
                 result = ReluResult(tensor.shape, tensor.stride(), tensor.dtype)
