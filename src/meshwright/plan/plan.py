@@ -8,7 +8,6 @@ around the run (`RunConfig`: folders, intervals) are carried along and do not co
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
 from hashlib import sha256
 from typing import Any, final
 
@@ -38,8 +37,6 @@ from meshwright.plan.strategy_compatibility import (
 )
 from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 from meshwright.plan.strategy_state import StateSpec, job_states, owner_names, state_diagnostics
-
-MAX_OWN_ROLES = 64
 
 
 @dataclass(frozen=True)
@@ -145,22 +142,8 @@ class Plan:
         # copies between tiers have the sizes of what the rank holds of each parameter; so have sums of owners
         differs = self.sharding.tiers != ON_DEVICE or self.sharding.has_owners
         if not is_alike or (rank != role.ranks[0] and differs):
-            role = self._own_role(rank, view)
-        return self._at(rank, view, role)
-
-    @cached_property
-    def _own_roles(self) -> dict[int, Role]:
-        return {}
-
-    def _own_role(self, rank: int, view: RankView) -> Role:
-        # whoever verifies asks several times for each rank; of a large mesh not all are kept
-        role = self._own_roles.get(rank)
-        if role is None:
             role = role_of_view(self.job, view, self.strategies, self.micro_batch)
-            if len(self._own_roles) >= MAX_OWN_ROLES:
-                self._own_roles.clear()
-            self._own_roles[rank] = role
-        return role
+        return self._at(rank, view, role)
 
     def rank_view(self, rank: int) -> RankView:
         """Returns what `rank` has of the sharding plan; a rank outside of the mesh has nothing."""

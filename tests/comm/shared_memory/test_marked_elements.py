@@ -23,9 +23,9 @@ def test_marked_elements_are_those_of_boolean_indexing(dtype: torch.dtype, share
         values = torch.randn(numel).to(dtype).where(mask, 0)
         bits, number = marked_elements.mark_nonzero(values)
         assert number == int(mask.sum())
-        taken = marked_elements.take(values, bits, number)
+        taken = marked_elements.take_marked(values, bits, number)
         assert torch.equal(taken, values[mask])
-        assert torch.equal(marked_elements.put(taken, bits, numel), values)
+        assert torch.equal(marked_elements.put_marked(taken, bits, numel), values)
         positive = marked_elements.mark_positive(values)
         assert torch.equal(marked_elements.put_ones(positive, numel, dtype), (values > 0).to(dtype))
 

@@ -32,7 +32,7 @@ def mark_nonzero(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     return _mark(values, 0)
 
 
-def take(values: torch.Tensor, bits: torch.Tensor, number: int) -> torch.Tensor:
+def take_marked(values: torch.Tensor, bits: torch.Tensor, number: int) -> torch.Tensor:
     """Returns the `number` elements of contiguous `values` that are marked, in order."""
     taken = values.new_empty(number)
     load_library().take_marked(
@@ -41,7 +41,7 @@ def take(values: torch.Tensor, bits: torch.Tensor, number: int) -> torch.Tensor:
     return taken
 
 
-def put(values: torch.Tensor, bits: torch.Tensor, numel: int) -> torch.Tensor:
+def put_marked(values: torch.Tensor, bits: torch.Tensor, numel: int) -> torch.Tensor:
     """Returns [numel] elements: the marked ones are `values`, in order, and the others are 0."""
     full = values.new_empty(numel)
     load_library().put_marked(values.data_ptr(), 0, bits.data_ptr(), numel, values.itemsize, full.data_ptr())

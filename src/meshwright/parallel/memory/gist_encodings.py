@@ -84,7 +84,7 @@ class ReluResult:
             bits, number = marked_elements.mark_nonzero(flat)
             same = self.passes is not None and torch.equal(bits, self.passes)
             self.nonzero = self.passes if same else bits
-            self.values = marked_elements.take(flat, bits, number)
+            self.values = marked_elements.take_marked(flat, bits, number)
         else:
             mask = flat.view(_BITS[flat.itemsize]) != 0
             self.nonzero = pack_bits(mask)
@@ -108,7 +108,7 @@ class ReluResult:
             raise RuntimeError("the values of this result were not kept: call keep_values in the forward")
         numel = self.shape.numel()
         if self.is_in_c:
-            flat = marked_elements.put(self.values, self.nonzero, numel)
+            flat = marked_elements.put_marked(self.values, self.nonzero, numel)
         else:
             places = _places(unpack_bits(self.nonzero, numel), len(self.values))
             flat = self.values.new_zeros(numel).scatter_(0, places, self.values)
