@@ -13,7 +13,7 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
@@ -113,3 +113,20 @@ def are_equal(mine: Sequence[dict[str, torch.Tensor]], theirs: Sequence[dict[str
         one.keys() == mine[0].keys() and all(torch.equal(one[name], mine[0][name]) for name in one)
         for one in (*mine, *theirs)
     )
+
+
+def check_crossing(mine: Plan, other: Plan, folder: Path) -> None:
+    """A run of `mine` is saved, saved again under `other` and under `mine`, each time with the same values;
+    and it goes on under `other` as it would have under `mine`.
+    """
+    trained(mine, range(2), folder=folder / "mine")
+    first = folder / "mine" / "step-00000002"
+    trained(other, range(2, 2), start=first, folder=folder / "other")
+    again = folder / "other" / "step-00000002"
+    assert compare_checkpoints(first, again) == []
+    trained(mine, range(2, 2), start=again, folder=folder / "back")
+    assert compare_checkpoints(first, folder / "back" / "step-00000002") == []
+    expected, went_on = trained(mine, range(4))[0], trained(other, range(2, 4), start=again)[0]
+    assert went_on.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(went_on[name], value, rtol=1e-11, atol=1e-13)

@@ -20,7 +20,7 @@ from meshwright.planner.program_cost.prediction import with_collective_waits
 from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.report.terminal.memory_and_sent_bytes import servers_text
 from meshwright.report.terminal.plan_overview import batch_text
-from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
@@ -28,6 +28,7 @@ from tests.parallel.server.server_plans import (
     ADAMW,
     DDP,
     ZERO_1,
+    check_crossing,
     dedicated,
     dedicated_plan,
     entries_of,
@@ -179,16 +180,7 @@ def test_a_run_goes_on_under_another_storage_and_comes_back(then: str, tmp_path:
             "one more": dedicated_plan(2, 3, optimizer=ADAMW),
         }[then],
     )
-    trained(mine, range(2), folder=tmp_path / "mine")
-    first = tmp_path / "mine" / "step-00000002"
-    trained(other, range(2, 2), start=first, folder=tmp_path / "other")
-    again = tmp_path / "other" / "step-00000002"
-    assert compare_checkpoints(first, again) == []
-    trained(mine, range(2, 2), start=again, folder=tmp_path / "back")
-    assert compare_checkpoints(first, tmp_path / "back" / "step-00000002") == []
-    expected = trained(mine, range(4))[0]
-    for name, value in trained(other, range(2, 4), start=again)[0].items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-13)
+    check_crossing(mine, other, tmp_path)
 
 
 class Normed(nn.Module):

@@ -8,12 +8,13 @@ import torch
 
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.planner.program_cost.rank_memory import state_bytes
-from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from tests.parallel.server.server_plans import (
     ADAMW,
     DDP,
     ZERO_1,
     are_equal,
+    check_crossing,
     group_nbytes,
     server_plan,
     trained,
@@ -67,17 +68,7 @@ def test_a_run_continues_with_the_bits_that_it_would_have_had(tmp_path: Path):
 @pytest.mark.parametrize("then", STORAGES)
 def test_a_run_goes_on_under_another_storage_and_comes_back(then: str, tmp_path: Path):
     mine, other = server_plan(3, optimizer=ADAMW), server_plan(STORAGES[then], 2, optimizer=ADAMW)
-    trained(mine, range(2), folder=tmp_path / "mine")
-    first = tmp_path / "mine" / "step-00000002"
-    trained(other, range(2, 2), start=first, folder=tmp_path / "other")
-    again = tmp_path / "other" / "step-00000002"
-    assert compare_checkpoints(first, again) == []
-    trained(mine, range(2, 2), start=again, folder=tmp_path / "back")
-    assert compare_checkpoints(first, tmp_path / "back" / "step-00000002") == []
-    expected = trained(mine, range(4))
-    went_on = trained(other, range(2, 4), start=again)
-    for name, value in expected[0].items():
-        torch.testing.assert_close(went_on[0][name], value, rtol=1e-11, atol=1e-13)
+    check_crossing(mine, other, tmp_path)
 
 
 def test_masters_are_those_of_the_servers(tmp_path: Path):

@@ -9,6 +9,7 @@ stages (forward_backward/pipelined_eval.py), and the rank of the last stage comp
 runs in eval mode and without gradients; its state is restored.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
     with evaluation_mode(state):
         given = _until_all_end(batches, state) if state.flat_params.forward_is_collective else batches
         if plan.view.is_server:  # it runs no forward, and takes part until all ranks have had their batches
-            given = [batch for batch in given if batch is None][:0]
+            deque(given, maxlen=0)
+            given = ()
         microbatches = _microbatches(given, state)
         for microbatch, outputs in (
             PipelinedEvaluation(state, microbatches, EVALUATION_ACTION).outputs()
