@@ -85,6 +85,13 @@ def found_by_verify(plan: Plan, groups: int = 3, p: float = 0.0, steps: int = 2)
     return verdict_of(case_of(analyzed(groups, p), plan, data=tokens(2 * BATCH)), steps=steps)
 
 
+def check(plan: Plan, groups: int = 3, p: float = 0.0) -> None:
+    """Fails unless the plan passes static checks, and equals one device that loses what its codes lose."""
+    assert static_checks(plan) == []
+    found = found_by_verify(plan, groups, p)
+    assert found.passed, found
+
+
 @pytest.mark.parametrize(
     ("mesh", "strategies", "codec", "options"),
     [
@@ -99,10 +106,7 @@ def found_by_verify(plan: Plan, groups: int = 3, p: float = 0.0, steps: int = 2)
 def test_exchanged_heads_equal_one_device_that_loses_what_codes_lose(
     mesh: mw.Mesh, strategies: tuple[Strategy, ...], codec: str, options: dict[str, Any]
 ):
-    plan = planned(mesh, *strategies, ActivationCompression(axis="cp", codec=codec), **options)
-    assert static_checks(plan) == []
-    found = found_by_verify(plan, options.get("groups", 3), options.get("p", 0.0))
-    assert found.passed, found
+    check(planned(mesh, *strategies, ActivationCompression(axis="cp", codec=codec), **options), **options)
 
 
 def sent_by_attention(plan: Plan, groups: int) -> dict[str, float]:

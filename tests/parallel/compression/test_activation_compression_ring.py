@@ -12,13 +12,13 @@ from meshwright.parallel.compression.activation_compression import ActivationCom
 from meshwright.parallel.context import ring_attention
 from meshwright.parallel.context.ring_geometry import AttentionRing, RingCodes
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.verifier.static_checks import static_checks
 from tests.parallel.compression.test_activation_compression_context import (
     HEAD,
     INT8,
     LENGTH,
     REPLICAS,
     analyzed,
+    check,
     found_by_verify,
     planned,
     sent_by_attention,
@@ -52,10 +52,7 @@ RING, HYBRID = mw.RingAttention(), mw.HybridContextParallel()
 def test_keys_and_values_equal_one_device_that_loses_what_codes_lose(
     mesh: mw.Mesh, strategies: tuple[Strategy, ...], codec: str, options: dict[str, Any]
 ):
-    plan = planned(mesh, *strategies, ActivationCompression(axis="cp", codec=codec), **options)
-    assert static_checks(plan) == []
-    found = found_by_verify(plan, options.get("groups", 3), options.get("p", 0.0))
-    assert found.passed, found
+    check(planned(mesh, *strategies, ActivationCompression(axis="cp", codec=codec), **options), **options)
 
 
 @pytest.mark.parametrize(("ranks", "groups"), [(2, 6), (3, 3), (4, 2)])
