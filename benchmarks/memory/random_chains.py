@@ -36,6 +36,7 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
                 tuple(options),
                 rng.random() < 0.9,
                 rng.random() < 0.7,
+                reload_s=rng.choice((0, 0, 1, 3)) if saved else 0,
             )
         )
     return blocks
@@ -103,6 +104,7 @@ class _Play:
             self.seconds += block.forward_s
             self.outputs[number] = block.output_nbytes
             if number in part.saved:
+                self.seconds += block.reload_s
                 self.held[number] = block.saved_nbytes
                 self.see(last.output_nbytes)  # the gradient of the output of the last
             else:

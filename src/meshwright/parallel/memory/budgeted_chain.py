@@ -167,6 +167,7 @@ def budgeted_chain(
             can_rerun(block_call) and block_call != last,  # whose backward follows at once
             block_call in droppable,
             in_flight[block_call],
+            OPS_PER_BYTE * saved[block_call] * per_operation,
         )
         for block_call in view.model_spec.block_calls
     )

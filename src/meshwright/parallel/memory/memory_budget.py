@@ -26,7 +26,8 @@ their gradients and optimizer states are not in it. `choices` are those beside k
 may run again. `forward_ms` are measured milliseconds of the forward of each block call of the model, in
 order; the commands fill them in with those predicted for `run.hardware` (a kind of device, or a file of
 `bench device`), if the config names it. Else a block takes the time of its operations, where a byte read or
-written counts as 20. If everything fits, the plan is the one without it.
+written counts as 20. In a segment, what a rerun saves before the last one counts as read once more: it has
+left the cache. If everything fits, the plan is the one without it.
 
 Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call

@@ -9,7 +9,8 @@ then (`ActivationOption`):
 
 Several block calls in a row may be a *segment* (recomputed_segments.py): their outputs but the last are not
 held either. Before its backward all of them run again; each but the last saves its a bytes then, or runs a
-third time.
+third time. What is saved then is written to memory and read later, where a rerun just before its backward
+finds it in the cache: that takes seconds of its own.
 
 The peak is taken while forwards run in order, then backwards. P_i are the bytes that block calls before i
 hold between the two: their outputs, those inside segments left out, and what their options hold.
@@ -68,7 +69,8 @@ class ActivationOption:
 @dataclass(frozen=True)
 class ChainBlock:
     """One block call of a chain. `saved_nbytes` are what it saves inside, `scratch_nbytes` what its backward
-    needs beyond that and its output. `options` are ways besides keeping and recomputing it.
+    needs beyond that and its output. `options` are ways besides keeping and recomputing it. `reload_s`: it
+    takes so much longer to read what an early rerun has saved than what the last one has.
 
     `can_rerun`: it may run again. `can_drop_output`: only the next block call reads its output, so a segment
     may go on behind it. `in_flight` is the number of microbatches whose backward it waits for.
@@ -83,6 +85,7 @@ class ChainBlock:
     can_rerun: bool = True
     can_drop_output: bool = False
     in_flight: int = 1
+    reload_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class ActivationChoice:
 
 class _Rerun(NamedTuple):
     """A way to run a segment from some block call to its end again: bytes above those of the block calls
-    before it, seconds of third runs, whether the first rerun saves, and how it goes on.
+    before it, seconds of third runs and of reloads, whether the first rerun saves, and how it goes on.
     """
 
     nbytes: int
@@ -186,7 +189,9 @@ class ActivationBudget:
             own = output + saved + block.scratch_nbytes
             again = output + saved + max(block.scratch_nbytes, output, 2 * end.output_nbytes)
             held = output + saved
-            ways = [(max(each.nbytes + held, own), each.seconds, True, each) for each in front]
+            ways = [
+                (max(each.nbytes + held, own), each.seconds + block.reload_s, True, each) for each in front
+            ]
             if saved:
                 ways += [
                     (max(each.nbytes + output, again), each.seconds + block.forward_s, False, each)
