@@ -45,6 +45,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.outer.rounds import RoundStrategy
+from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.server.parameter_server import ParameterServer
@@ -159,11 +160,12 @@ class Draw:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that are compared, or of rounds; with a loss guard, one more, which it must
-        skip.
+        """The number of steps that are compared, or of rounds, with those in which the last average travels;
+        with a loss guard, one more, which it must skip.
         """
         rounds = [each.sync_every for each in self.strategies if isinstance(each, RoundStrategy)]
-        return NUM_STEPS * max(rounds, default=1) + self.guard
+        delays = [each.delay for each in self.strategies if isinstance(each, StreamingDiLoCo)]
+        return NUM_STEPS * max(rounds, default=1) + max(delays, default=0) + self.guard
 
     @property
     def techniques(self) -> tuple[str, ...]:

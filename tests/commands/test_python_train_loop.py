@@ -100,6 +100,14 @@ def test_evaluations_without_samples_are_refused(tmp_path):
     assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
 
 
+def test_samples_that_would_be_evaluated_in_the_middle_of_a_round_are_refused(tmp_path):
+    job = replace(tiny_job(), evaluate=EvalConfig(every=2))
+    plan = make_plan(ANALYZED, job, Mesh(outer=2), (mw.LocalSGD(sync_every=3),), run=RunConfig(str(tmp_path)))
+    with pytest.raises(Exception, match="multiple of 3") as caught:
+        played(plan, eval_data=sample_range(DATA, 0, 5))
+    assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
+
+
 def test_an_engine_evaluates_batches_of_its_own(tmp_path):
     plan = plan_in(tmp_path)
     batches = [sample_range(DATA, 0, 12), sample_range(DATA, 12, 24), sample_range(DATA, 24, 31)]

@@ -18,7 +18,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.api import Trainer
 from meshwright.model.loss.loss_definition import Batch
-from meshwright.plan.job.errors import PlanError
+from meshwright.parallel.outer.rounds import RoundStrategy
+from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.run.checkpoint.resume import resume
 from meshwright.run.data.data_loader import (
     CollatedDataset,
@@ -67,6 +68,8 @@ def train(
         elif kept is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
             raise PlanError(text, fix="pass eval_data=...", location="eval_data")
+        rounds = (each for each in plan.strategies if kept is not None and isinstance(each, RoundStrategy))
+        raise_diagnostics([problem for each in rounds for problem in each.check_evaluations(plan.job)])
         resumed = resume(trainer.executor, plan, world, everything.digest)
         evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
         with prefetch(

@@ -261,4 +261,10 @@ def _check_averages(
             missing = set(before[param.name]) - transitive_waits(actions, average)
             if missing:
                 yield f"{average.name} averages {param.name} before {min(missing)} has changed it"
+            if not any(_takes(action, average, param.name) for action in actions):
+                yield f"nothing takes the average of {param.name} when {average.name} has ended"
             checked.add(average.name)
+
+
+def _takes(action: Action, average: Action, name: str) -> bool:
+    return name in action.tensors and average.name in (*action.waits, *action.previous_waits)

@@ -130,7 +130,7 @@ def test_a_step_tells_of_its_site_and_the_end_of_a_round_of_all():
         ({"guard": mw.LossGuard(action="skip")}, "guard.action"),
         ({"train": mw.TrainConfig(steps=20, batch=12, noise_scale=True)}, "train.noise_scale"),
         ({"precision": mw.PrecisionConfig(compute="float16")}, "the loss scale of float16"),
-        ({"evaluate": mw.EvalConfig(every=4)}, "a multiple of 3"),
+        ({"evaluate": mw.EvalConfig(every=4, hold_out=12)}, "a multiple of 3"),
         ({"batch": 13}, "13 samples does not divide by 3 data-parallel ranks"),
     ],
 )

@@ -303,7 +303,7 @@ def test_parameters_that_are_given_end_what_is_under_way_and_sites_are_evaluated
         ({"mixing": 0.5, "sync_every": 4}, {}, "nothing at delay = 0", "set mixing = 0"),
         (
             {"fragments": 2},
-            {"evaluate": mw.EvalConfig(every=10)},
+            {"evaluate": mw.EvalConfig(every=10, hold_out=12)},
             "evaluation every 10",
             "evaluate.every = 0",
         ),

@@ -186,6 +186,10 @@ class RoundStrategy(Strategy):
         if job.precision.effective.scales_loss:
             text = f"the loss scale of float16 follows overflows on any rank, {apart}"
             yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
+        yield from self.check_evaluations(job) if job.evaluate.is_enabled else ()
+
+    def check_evaluations(self, job: Job) -> Iterator[Diagnostic]:
+        """Yields a problem if an evaluation would come in the middle of a round."""
         every, period = job.evaluate.every, self.agreement(job)
         steps = range(every - 1, job.train.steps, every) if every else ()
         if any(not period.ends_with(step) for step in steps):

@@ -1,0 +1,5 @@
+"""Benchmarks of sites that train apart, and of servers.
+
+outer_parity            random plans with rounds or servers, each compared with one device
+planted_outer_faults    faults planted in rounds and servers, and how each is found
+"""
