@@ -54,6 +54,7 @@ WINDOWS = {
     100: Window(clean=5, most=8, limit_s=600, warmup=1, threshold=0.5),
     1000: Window(clean=12, most=24, limit_s=240, warmup=2, threshold=0.7),
 }
+OPENED = ExitStack()  # what a rank has opened, as long as its process lives
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 INT8, POWERSGD = (
     {"name": "compress", "mode": "int8"},
@@ -82,7 +83,7 @@ def our_step(
     """Builds, in each process of `Ranks`, the step of a plan."""
     locations[rank].enter()
     mesh = Mesh(dp_replicate=size)
-    world = ExitStack().enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
+    world = OPENED.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
     return plan_step(WORKLOAD, mesh, [make_strategy(each) for each in strategies], world)
 
 
@@ -96,7 +97,7 @@ def torch_ddp_step(
 ) -> Callable[[], object]:
     """Builds the step of torch's DDP, with its PowerSGD hook or without."""
     locations[rank].enter()
-    ExitStack().enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=endpoint, timeout_s=300))
+    OPENED.enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=endpoint, timeout_s=300))
 
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         if not powersgd:

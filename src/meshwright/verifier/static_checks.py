@@ -366,7 +366,8 @@ def _check_copies(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
 
 def _check_whole_batch(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     model_spec = plan.model_spec
-    if plan.num_data == 1 or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
+    is_alone = plan.mesh.group_size(plan.sharding.site_data_axes) == 1  # a site has its own losses
+    if is_alone or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
         return
     needed_names = [column.name for column in model_spec.outputs if column.used_by_loss and column.per_sample]
     # a rank that reads for all has them

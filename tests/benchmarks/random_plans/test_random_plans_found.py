@@ -13,6 +13,8 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.outer.local_sgd import LocalSGD
+from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
@@ -125,4 +127,16 @@ def test_an_incomplete_last_batch_sends_as_much_although_its_own_plan_would_keep
     row = try_plan(
         replace(drawn("llama", Mesh(cp=2), *strategies), micro_batch=2, num_missing_samples=1), 50.0
     )
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
+def test_fragments_of_other_sizes_share_two_buffers():
+    streaming = StreamingDiLoCo(sync_every=3, fragments=3)
+    row = try_plan(drawn("gpt2", Mesh(outer=2), streaming), 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
+def test_a_site_of_one_rank_compares_its_own_samples():
+    plan = replace(drawn("two inputs, contrastive", Mesh(outer=2), LocalSGD(sync_every=2)), micro_batch=3)
+    row = try_plan(replace(plan, num_microbatches=1), 50.0)
     assert row.get("error", 1.0) < TOLERANCE, row

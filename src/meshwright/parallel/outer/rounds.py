@@ -281,11 +281,16 @@ class RoundStrategy(Strategy):
         at_once = defaultdict[tuple[Period, Period], list[ParamGroup]](list)
         for group in view.param_groups:
             at_once[self.periods_of(group, view.plan.model_spec, job)].append(group)
-        for (begins, ends), groups in at_once.items():
-            averages = [self._average(group, view, job, begins, steps) for group in groups]
-            # what ends in a later step is a state
-            in_place = [begins != ends or self._is_in_place(group, view, job) for group in groups]
-            averages = list(zip(self._packs(averages, in_place), averages, strict=True))
+        sums = [
+            [
+                # what ends in a later step is a state
+                (average, 0 if begins != ends or self._is_in_place(group, view, job) else nbytes)
+                for group in groups
+                for average, nbytes in [self._average(group, view, job, begins, steps)]
+            ]
+            for (begins, ends), groups in at_once.items()
+        ]
+        for (_, ends), averages in zip(at_once, self._with_packs(sums), strict=True):
             for number, (pack, average) in enumerate(averages):
                 yield from (pack, average)  # while it travels, the one before is written back
                 if number:
@@ -294,7 +299,8 @@ class RoundStrategy(Strategy):
 
     def _average(
         self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
-    ) -> Action:
+    ) -> tuple[Action, int]:
+        """Returns the average of `group`, and the bytes of its message."""
         dtype = averaged_dtype(job)
         flat = view.flat_param_specs.get(group.name)
         numel = group.numel if flat is None else view.shard_numel(flat)
@@ -302,7 +308,7 @@ class RoundStrategy(Strategy):
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
         pack, total, _ = self._kinds
         waits = (*steps, f"{pack}({group.name})")
-        return Action(total, group.name, None, "comm", waits, group.names, transfer, period=period)
+        return Action(total, group.name, None, "comm", waits, group.names, transfer, period=period), nbytes
 
     @property
     def _kinds(self) -> tuple[str, str, str]:
@@ -318,24 +324,27 @@ class RoundStrategy(Strategy):
         is_flat = group.name in view.flat_param_specs and not self._num_states(group, job)
         return is_flat and job.precision.roles["master"] == averaged_dtype(job)
 
-    def _packs(self, averages: Sequence[Action], in_place: Sequence[bool]) -> Iterator[Action]:
-        """Yields what makes the messages of `averages`, in two buffers in turn, each as large as the largest
-        message in it.
+    def _with_packs(
+        self, rounds: Sequence[Sequence[tuple[Action, int]]]
+    ) -> Iterator[list[tuple[Action, Action]]]:
+        """Yields for each of `rounds` its averages, with what makes their messages of so many bytes, or in
+        place (0): in two buffers in turn, which all rounds share, each as large as the largest message in it.
         """
-        sizes = [
-            0 if is_free or each.transfer is None else each.transfer.nbytes
-            for each, is_free in zip(averages, in_place, strict=True)
-        ]
-        for number, average in enumerate(averages):
-            buffer = Allocation(f"mean({self.axis}, {number % 2})", max(sizes[number % 2 :: 2]))
-            yield Action(
-                self._kinds[0],
-                average.subject,
-                waits=average.waits[:-1],
-                tensors=average.tensors,
-                allocations=() if in_place[number] else (buffer,),
-                period=average.period,
-            )
+        sizes = [max((size for each in rounds for _, size in each[turn::2]), default=0) for turn in (0, 1)]
+        for averages in rounds:
+            found = list[tuple[Action, Action]]()
+            for number, (average, nbytes) in enumerate(averages):
+                buffer = Allocation(f"mean({self.axis}, {number % 2})", sizes[number % 2])
+                pack = Action(
+                    self._kinds[0],
+                    average.subject,
+                    waits=average.waits[:-1],
+                    tensors=average.tensors,
+                    allocations=(buffer,) if nbytes else (),
+                    period=average.period,
+                )
+                found.append((pack, average))
+            yield found
 
     def _end_of(self, pack: Action, average: Action, period: Period) -> Action:
         is_late = period != average.period
