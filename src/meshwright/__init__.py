@@ -22,6 +22,7 @@ _MODULES = {
     "meshwright.api": ("analyze", "make_plan", "parallelize", "trace", "verify"),
     "meshwright.commands.python_train_loop": ("train",),
     "meshwright.engine.forward_backward.evaluation": ("Evaluation",),
+    "meshwright.engine.generation.answer_logprobs": ("AnswerLogprobs",),
     "meshwright.engine.generation.sampling_params": ("GeneratedAnswer", "SamplingParams"),
     "meshwright.model.loss.loss_definition": ("AuxiliaryLoss", "Loss"),
     "meshwright.model.loss.token_cross_entropy": ("token_cross_entropy",),

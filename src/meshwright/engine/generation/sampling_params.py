@@ -102,7 +102,7 @@ def request_diagnostics(
         yield Diagnostic(text, "leave it out", LOCATION)
     if not prompts:
         yield Diagnostic("there are no prompts", "pass at least one list of token ids", LOCATION)
-    yield from _model_diagnostics(module)
+    yield from model_diagnostics(module)
     yield from _prompt_diagnostics(module, prompts, with_valid_fields(params))
 
 
@@ -125,7 +125,8 @@ def _unread_fields(params: SamplingParams) -> Iterator[Diagnostic]:
             yield Diagnostic(text, f"pass do_sample=True, or leave {name} out", LOCATION)
 
 
-def _model_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
+def model_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
+    """Yields why the module predicts no next token, if it does not."""
     model, name = generation_model(module), type(module).__name__
     if model is None:
         return
@@ -148,20 +149,18 @@ def _prompt_diagnostics(
         yield Diagnostic(text, fix, LOCATION)
     empty = [number for number, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
-        text = f"prompt {empty[0]} is empty{_more(empty)}: there is nothing to continue"
+        text = f"prompt {empty[0]} is empty{and_more(empty)}: there is nothing to continue"
         yield Diagnostic(text, "begin it with one token, such as that of the begin of a text", LOCATION)
-    vocab_size, positions = _sizes(module)
+    vocab_size, positions = context_sizes(module)
     unknown = [number for number, prompt in enumerate(prompts) if vocab_size and _outside(prompt, vocab_size)]
     if unknown:
         ids = [token for token in prompts[unknown[0]] if not 0 <= token < vocab_size]
-        text = (
-            f"prompt {unknown[0]} contains token {ids[0]}{_more(unknown)}, and the vocabulary of the model "
-        )
-        yield Diagnostic(f"{text}has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
+        text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the "
+        yield Diagnostic(f"{text}model has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
     longer = [number for number, each in enumerate(prompts) if len(each) + params.max_new_tokens > positions]
     if positions and longer:
         length = len(prompts[longer[0]])
-        text = f"prompt {longer[0]} has {length} tokens{_more(longer)}, which with max_new_tokens = "
+        text = f"prompt {longer[0]} has {length} tokens{and_more(longer)}, which with max_new_tokens = "
         text += f"{params.max_new_tokens} is more than the {positions} positions of the model"
         fix = f"shorten it, or pass max_new_tokens={max(1, positions - length)}"
         yield Diagnostic(text, fix, LOCATION)
@@ -171,11 +170,12 @@ def _outside(prompt: Sequence[int], vocab_size: int) -> bool:
     return any(not 0 <= token < vocab_size for token in prompt)
 
 
-def _more(numbers: Sequence[int]) -> str:
+def and_more(numbers: Sequence[int]) -> str:
+    """Returns how many of `numbers` there are beyond the first, which a message has named."""
     return f" (and {len(numbers) - 1} more)" if len(numbers) > 1 else ""
 
 
-def _sizes(module: nn.Module) -> tuple[int, int]:
+def context_sizes(module: nn.Module) -> tuple[int, int]:
     """Returns the sizes of the vocabulary and of the context that the config states; 0 where it does not."""
     config = config_of(module)
     if config is None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
+from meshwright.engine.generation.answer_logprobs import AnswerLogprobs, LogprobsRequest, answer_logprobs
 from meshwright.engine.generation.generate import Decoder, Gather, GenerationRequest, generate
 from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams, as_token_ids
 from meshwright.engine.runtime.microbatches import LocalBatch
@@ -166,6 +167,24 @@ class Trainer:
         request = GenerationRequest(ids, params or SamplingParams(), batch_size, gather, decode)
         with self.oom_advisor:
             return generate(self.executor, request)
+
+    def logprobs(
+        self,
+        prompts: Sequence[Sequence[int] | torch.Tensor],
+        answers: Sequence[Sequence[int] | torch.Tensor],
+        *,
+        batch_size: int = 8,
+        gather: Gather = "once",
+    ) -> list[AnswerLogprobs]:
+        """Returns the log-probability of each token of `answers`, one to each of `prompts`, in order and on
+        every rank; all ranks call it. In eval mode and without gradients; for the rest as `generate`.
+        """
+        self.check_last_step()
+        ids = [
+            [as_token_ids(each, number) for number, each in enumerate(given)] for given in (prompts, answers)
+        ]
+        with self.oom_advisor:
+            return answer_logprobs(self.executor, LogprobsRequest(*ids, batch_size, gather))
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
