@@ -187,7 +187,7 @@ def test_a_position_shifted_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         answer_logprobs,
         "_logprobs_and_greedy",
-        lambda logits, rows, columns, ids, shard: inner(logits, rows, columns - 1, ids, shard),
+        lambda logits, places, ids, shard: inner(logits, (places[0], places[1] - 1), ids, shard),
     )
     with pytest.raises(AssertionError):
         check(logprobs_of("llama", LAYOUTS["one device"])[0], "llama")

@@ -28,6 +28,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from math import inf, prod
 
 import torch
@@ -184,13 +185,13 @@ def _batch_logprobs(
         rows += [row] * len(answer)
         columns += range(end - len(answer), end)
         answers += answer
-    selected = torch.tensor([rows, columns, answers], device=device)
+    places = (torch.tensor(each, device=device) for each in (rows, columns))
+    ids_N = torch.tensor(answers, device=device)
     shard = vocab_shard or full_vocabulary(logits_BLV.shape[2])
-    stats_N2, found, first = _logprobs_and_greedy(logits_BLV, *selected, shard).tolist(), {}, 0
+    found, pairs = {}, iter(_logprobs_and_greedy(logits_BLV, tuple(places), ids_N, shard).tolist())
     for number in numbers:
-        end = first + len(request.answers[number])
-        logprobs, greedy = zip(*stats_N2[first:end], strict=True)
-        found[number], first = [min(greedy), *logprobs], end
+        logprobs, greedy = zip(*islice(pairs, len(request.answers[number])), strict=True)
+        found[number] = [min(greedy), *logprobs]
     return found
 
 
@@ -208,8 +209,7 @@ def _logits(module: nn.Module, ids_BL: torch.Tensor) -> torch.Tensor:
 
 def _logprobs_and_greedy(
     logits_BLV: torch.Tensor,
-    rows_N: torch.Tensor,
-    columns_N: torch.Tensor,
+    places: tuple[torch.Tensor, ...],
     ids_N: torch.Tensor,
     shard: VocabShard,
 ) -> torch.Tensor:
@@ -218,7 +218,7 @@ def _logprobs_and_greedy(
 
     Args:
         logits_BLV: (samples, tokens, size of the shard), of any floating dtype.
-        rows_N, columns_N: the sample and the position of the logits that predict each token.
+        places: (N) each, the sample and the position of the logits that predict each token.
         ids_N: (N), vocabulary indices.
         shard: the part of the vocabulary whose logits this rank has.
     """
@@ -229,7 +229,7 @@ def _logprobs_and_greedy(
     size = max(1, MAX_CHUNK_NUMEL // max(1, shard.size))
     for first in range(0, len(ids_N), size):
         chunk = slice(first, first + size)
-        logits = logits_BLV[rows_N[chunk], columns_N[chunk]].double()
+        logits = logits_BLV[tuple(each[chunk] for each in places)].double()
         stats_SN[0, chunk] = logits.logsumexp(1)
         stats_SN[1, chunk] = logits.gather(1, local_N[chunk, None])[:, 0].masked_fill(~is_local_N[chunk], 0)
         highest, indices = logits.max(1)

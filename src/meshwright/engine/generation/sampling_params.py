@@ -74,16 +74,16 @@ class GeneratedAnswer:
     sampling_logprobs: tuple[float, ...]
 
 
-def as_token_ids(prompt: Sequence[int] | torch.Tensor, number: int) -> list[int]:
-    """Returns the ids of prompt `number`, a sequence or a tensor of whole numbers.
+def as_token_ids(prompt: Sequence[int] | torch.Tensor, number: int, name: str = "prompt") -> list[int]:
+    """Returns the ids of the prompt `number` (or what `name` says), a sequence or a tensor of whole numbers.
 
     Raises PlanError for anything else.
     """
     ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
     if isinstance(ids, Sequence) and all(isinstance(each, int) for each in ids):
         return list(ids)
-    text = f"prompt {number} is {type(prompt).__name__} {str(prompt)[:40]!r}; needed are token ids"
-    fix = "encode it: tokenizer(text)['input_ids'], a list of whole numbers per prompt"
+    text = f"{name} {number} is {type(prompt).__name__} {str(prompt)[:40]!r}; needed are token ids"
+    fix = f"encode it: tokenizer(text)['input_ids'], a list of whole numbers per {name}"
     raise PlanError(text, fix=fix, location=LOCATION)
 
 

@@ -180,11 +180,10 @@ class Trainer:
         every rank; all ranks call it. In eval mode and without gradients; for the rest as `generate`.
         """
         self.check_last_step()
-        ids = [
-            [as_token_ids(each, number) for number, each in enumerate(given)] for given in (prompts, answers)
-        ]
+        asked = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+        given = [as_token_ids(answer, number, "answer") for number, answer in enumerate(answers)]
         with self.oom_advisor:
-            return answer_logprobs(self.executor, LogprobsRequest(*ids, batch_size, gather))
+            return answer_logprobs(self.executor, LogprobsRequest(asked, given, batch_size, gather))
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
