@@ -1,0 +1,172 @@
+"""Numbers of tasks are those of the harness's own class for models of transformers, under any plan."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import meshwright as mw
+from meshwright.comm.collectives.group import World
+from meshwright.model.tensors.float64_mode import run_in_float64
+from meshwright.testing.ranks import run_on_threads
+from tests.tiny_model import tiny_job
+
+pytest.importorskip("lm_eval", reason="an extra: pip install meshwright[lm-eval]")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+
+from meshwright.integrations.lm_eval import MeshwrightLM
+
+SIZES = {"vocab_size": 259, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 48, "bos_token_id": 257, "eos_token_id": 258}
+MESHES = {
+    "one device": mw.Mesh(),
+    "copies": mw.Mesh(dp_replicate=3),
+    "shards": mw.Mesh(dp_shard=2),
+    "slices": mw.Mesh(tp=2),
+    "stages": mw.Mesh(pp=2),
+    "sequence": mw.Mesh(cp=2),
+}
+TEXTS = [
+    "A cat sat on the mat.",
+    "",
+    "Two dogs ran over the hill, and one of them came back by night; nobody saw.",
+]
+CHOICES = [" yes", " no", " perhaps not"]
+ANSWERS = [{"until": ["\n", "ab"], "max_gen_toks": 9}, {"until": "e", "max_gen_toks": 5, "do_sample": False}]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, and ends of a text; made without any file."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+@cache
+def analyzed() -> mw.AnalyzedModel:
+    """The model that the tasks ask; cached, because nothing writes into it."""
+    torch.manual_seed(0)
+    model, tokens = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.randint(0, 256, (4, 9))
+    return mw.analyze(model, {"input_ids": tokens, "labels": tokens})
+
+
+@cache
+def reference() -> HFLM:
+    """The harness's own class, in float64 on one device."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
+    run_in_float64(model)
+    return HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=3, device="cpu")
+
+
+def instances(kind: Any, requests: list[tuple[Any, ...]]) -> list[Instance]:
+    """Requests of a task as the harness makes them."""
+    return [Instance(kind, {}, request, index) for index, request in enumerate(requests)]
+
+
+LIKELIHOODS = [(text, choice) for text in TEXTS for choice in CHOICES]
+ROLLING = [(text,) for text in TEXTS if text]
+GENERATED = [(text, dict(options)) for options in ANSWERS for text in TEXTS if text]
+
+
+def responses(lm: Any) -> tuple[list[tuple[float, bool]], list[float], list[str]]:
+    """What a model says to all kinds of requests."""
+    return (
+        lm.loglikelihood(instances("loglikelihood", LIKELIHOODS)),
+        lm.loglikelihood_rolling(instances("loglikelihood_rolling", ROLLING)),
+        lm.generate_until(instances("generate_until", GENERATED)),
+    )
+
+
+@cache
+def expected() -> tuple[list[tuple[float, bool]], list[float], list[str]]:
+    """What the harness's own class says."""
+    return responses(reference())
+
+
+def answers_of(mesh: mw.Mesh, ask: Any) -> list[Any]:
+    """What `ask` returns of the model on each rank, as threads."""
+    plan = mw.make_plan(analyzed(), tiny_job(), mesh)
+
+    def body(world: World) -> Any:
+        with mw.parallelize(analyzed(), plan, world=world) as trainer:
+            return ask(MeshwrightLM(trainer, tokenizer(), batch_size=2))
+
+    return run_on_threads(body, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_responses_are_those_of_the_class_of_the_harness(mesh: str):
+    likelihoods, rolling, texts = expected()
+    assert max(map(len, texts)) > 1
+    for found_likelihoods, found_rolling, found_texts in answers_of(MESHES[mesh], responses):
+        assert [each[1] for each in found_likelihoods] == [each[1] for each in likelihoods]
+        assert [each[0] for each in found_likelihoods] == pytest.approx(
+            [each[0] for each in likelihoods], rel=0, abs=1e-10
+        )
+        assert found_rolling == pytest.approx(rolling, rel=0, abs=1e-10)
+        assert found_texts == texts
+
+
+def local_task(name: str, **config: Any) -> ConfigurableTask:
+    """A task on data that lie here."""
+    rows = [{"text": text, "choices": CHOICES, "answer": index} for index, text in enumerate(TEXTS) if text]
+    config |= {"custom_dataset": lambda **more: {"test": Dataset.from_list(rows)}, "test_split": "test"}
+    return ConfigurableTask(config={"task": name, "doc_to_text": "{{text}}", **config})
+
+
+def local_tasks() -> list[ConfigurableTask]:
+    """One of each kind."""
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "answer"}
+    texts = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    answer = {"output_type": "generate_until", "doc_to_target": "x", "generation_kwargs": ANSWERS[0]}
+    metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
+    return [
+        local_task("choices", **choice, metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
+        local_task("texts", **texts, metric_list=metrics),
+        local_task("answers", **answer, metric_list=[{"metric": "exact_match"}]),
+    ]
+
+
+def test_every_digit_of_the_results_is_that_of_the_harness():
+    others = simple_evaluate(model=reference(), tasks=local_tasks(), bootstrap_iters=0)["results"]
+    with mw.parallelize(analyzed(), mw.make_plan(analyzed(), tiny_job(), mw.Mesh())) as trainer:
+        lm = MeshwrightLM(trainer, tokenizer())
+        found = simple_evaluate(model=lm, tasks=local_tasks(), bootstrap_iters=0)["results"]
+    assert set(found) == set(others) == {"choices", "texts", "answers"}
+    for task, numbers in found.items():
+        for name, number in numbers.items():
+            wanted = others[task][name]
+            assert number == (pytest.approx(wanted, rel=1e-12) if isinstance(number, float) else wanted)
+
+
+def test_options_that_generation_does_not_know_are_refused():
+    request = instances("generate_until", [("A", {"until": ["\n"], "num_beams": 4, "max_gen_toks": 3})])
+    with pytest.raises(mw.PlanError, match="the task generates with num_beams; known are do_sample"):
+        answers_of(mw.Mesh(), lambda lm: lm.generate_until(request))
+    longer = instances("generate_until", [("A", {"max_gen_toks": 48})])
+    with pytest.raises(mw.PlanError, match="max_gen_toks = 48, and the model has 48 positions"):
+        answers_of(mw.Mesh(), lambda lm: lm.generate_until(longer))
+
+
+def test_drawn_texts_do_not_depend_on_the_plan():
+    options = {"until": ["\n"], "do_sample": True, "temperature": 1.3, "top_k": 50, "max_gen_toks": 6}
+    requests = instances("generate_until", [(text, options) for text in TEXTS if text])
+    (alone,) = answers_of(mw.Mesh(), lambda lm: lm.generate_until(requests))
+    assert alone != expected()[2][:2]
+    assert answers_of(mw.Mesh(dp_replicate=2), lambda lm: lm.generate_until(requests)) == [alone, alone]
