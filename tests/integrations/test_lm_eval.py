@@ -54,6 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
         clean_up_tokenization_spaces=False,
+        chat_template="{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}",
     )  # fmt: skip
 
 
@@ -143,16 +144,43 @@ def local_tasks() -> list[ConfigurableTask]:
     ]
 
 
-def test_every_digit_of_the_results_is_that_of_the_harness():
-    others = simple_evaluate(model=reference(), tasks=local_tasks(), bootstrap_iters=0)["results"]
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_digit_of_the_results_is_that_of_the_harness(chat: bool):
+    def results(lm: Any) -> dict[str, dict[str, Any]]:
+        ran = simple_evaluate(model=lm, tasks=local_tasks(), bootstrap_iters=0, apply_chat_template=chat)
+        return ran["results"]
+
     with mw.parallelize(analyzed(), mw.make_plan(analyzed(), tiny_job(), mw.Mesh())) as trainer:
-        lm = MeshwrightLM(trainer, tokenizer())
-        found = simple_evaluate(model=lm, tasks=local_tasks(), bootstrap_iters=0)["results"]
+        found, others = results(MeshwrightLM(trainer, tokenizer())), results(reference())
     assert set(found) == set(others) == {"choices", "texts", "answers"}
     for task, numbers in found.items():
         for name, number in numbers.items():
             wanted = others[task][name]
             assert number == (pytest.approx(wanted, rel=1e-12) if isinstance(number, float) else wanted)
+
+
+class Recorder:
+    """A cache of the harness: what it is told."""
+
+    def __init__(self) -> None:
+        self.told: dict[tuple[str, str], Any] = {}
+
+    def add_partial(self, kind: str, request: Any, response: Any) -> None:
+        self.told[kind, repr(tuple(request))] = response
+
+
+def test_the_cache_of_the_harness_is_told_the_same_requests():
+    recorders = Recorder(), Recorder()
+    reference().set_cache_hook(recorders[0])
+    responses(reference())
+
+    def ask(lm: MeshwrightLM) -> None:
+        lm.set_cache_hook(recorders[1])
+        responses(lm)
+
+    answers_of(mw.Mesh(), ask)
+    assert recorders[0].told.keys() == recorders[1].told.keys()
+    assert len(recorders[1].told) == len(LIKELIHOODS) + len(ROLLING) + len(GENERATED)
 
 
 def test_options_that_generation_does_not_know_are_refused():
