@@ -33,6 +33,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
+from meshwright.plan.sharding.mesh import AXES
 
 Tokens = Sequence[int]
 Batch = dict[str, torch.Tensor]
@@ -148,7 +149,8 @@ def rollout(
 ) -> Rollout:
     """Returns num_generations answers to each of `prompts` with their rewards, the same on every rank.
 
-    `reward_func` is called on every rank with all answers, and must return the same on each.
+    `reward_func` is called on every rank with all answers, so that it may use all ranks; what it returns on
+    rank 0 counts, so that it may draw random numbers.
     """
     asked = [prompt for prompt in prompts for _ in range(config.num_generations)]
     seed = config.seed + trainer.steps_done  # other answers in each rollout, the same after a resume
@@ -157,7 +159,9 @@ def rollout(
     )
     answers = trainer.generate(asked, params, batch_size=trainer.plan.micro_batch)
     completions = [answer.tokens for answer in answers]
-    rewards = torch.tensor(list(reward_func(asked, completions)), dtype=torch.float64)
+    returned = list(reward_func(asked, completions))
+    rewards = torch.tensor(returned, dtype=torch.float64, device=trainer.world.device)
+    trainer.world.group(AXES).broadcast(rewards, source=0, action="REWARDS").wait()
     advantages = group_advantages(rewards, config).tolist()
     columns = {
         "advantages": [[each] * len(tokens) for each, tokens in zip(advantages, completions, strict=True)],

@@ -30,6 +30,7 @@ MESHES = {
     "slices": mw.Mesh(tp=2),
     "stages": mw.Mesh(pp=2),
     "sequence": mw.Mesh(cp=2),
+    "stages and shards": mw.Mesh(pp=2, dp_shard=2),
 }
 
 
@@ -110,6 +111,14 @@ def test_rewards_are_the_same_on_any_ranks(mesh: str):
     assert len(set(expected)) > 2
     for found in on_ranks(MESHES[mesh], curve):
         assert found == pytest.approx(expected, rel=0, abs=1e-10)
+
+
+def test_rewards_of_rank_0_count_where_ranks_disagree():
+    def rewarded(trainer: mw.Trainer) -> list[float]:
+        returned = [number + 10.0 * trainer.world.rank for number in range(8)]
+        return rollout(trainer, PROMPTS[:2], lambda *_: returned, CONFIG).rewards.tolist()
+
+    assert on_ranks(mw.Mesh(dp_replicate=2), rewarded) == [list(map(float, range(8)))] * 2
 
 
 def test_a_run_that_resumes_between_two_rollouts_repeats_every_bit(tmp_path: Path):
