@@ -58,6 +58,10 @@ def plan(
         ),
     ] = "",
     cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Show the memory of the keys and values of so many sequences that are generated."),
+    ] = None,
 ) -> None:
     """Resolve a config into a plan, check it, and show what a step does, sends and keeps in memory."""
     with exit_on_error(context):
@@ -70,6 +74,8 @@ def plan(
             resolved = import_command("search.plan_for_devices").resolve_for_devices(request, devices)
         prediction = command.predict_step(resolved)
         console.print(command.resolved_view(resolved, prediction, actions=actions))
+        if max_num_seqs is not None:
+            console.print(command.kv_cache_view(resolved, max_num_seqs))
         if as_json is not None:
             command.write_prediction(resolved, prediction, as_json)
         if out is not None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -13,11 +14,12 @@ from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, 
 from meshwright.device.local_device import target_platform
 from meshwright.device.platforms import CPU
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import raise_diagnostics, refuse_write_errors
+from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
+from meshwright.report.terminal.memory_and_sent_bytes import kv_cache_text
 from meshwright.report.terminal.plan_overview import PlanOverview
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
@@ -111,6 +113,17 @@ def resolved_view(
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     notes_view = (Text(note, style="green") for note in notes)
     return Group(plan_details(plan), "", data_view(summary), taken, *notes_view)
+
+
+def kv_cache_view(resolved: ResolvedRequest, max_num_seqs: int) -> RenderableType:
+    """Returns the bytes of keys and values of `max_num_seqs` sequences, each as long as a sample."""
+    run = resolved[1]
+    if max_num_seqs < 1:
+        text = f"--max-num-seqs {max_num_seqs}; needed is a whole number of at least 1"
+        raise PlanError(text, fix="pass the number of sequences that a rank continues at once")
+    device = device_of(run.plan.run.hardware, run.plan.mesh.world_size)
+    memory, num_tokens = inf if device is None else device.memory, run.plan.job.data.sequence
+    return Text(kv_cache_text(run.plan, run.analyzed.cached_layers, max_num_seqs, num_tokens, memory))
 
 
 def _dtype_notes(plan: Plan) -> Iterator[str]:

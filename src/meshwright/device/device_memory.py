@@ -64,6 +64,17 @@ def free_and_total_nbytes(device: torch.device) -> tuple[int, int]:
     return torch.accelerator.get_memory_info(device)
 
 
+def available_nbytes(device: torch.device) -> int:
+    """Returns how many bytes this process may still use for tensors on `device`: what no process has, and
+    what its own allocator has reserved and does not use.
+    """
+    statistics = {} if device.type == "cpu" else _statistics(device)
+    unused = statistics.get("reserved_bytes.all.current", 0) - statistics.get(
+        "allocated_bytes.all.current", 0
+    )
+    return free_and_total_nbytes(device)[0] + max(0, unused)
+
+
 def free_and_total_host_nbytes(system: Path = Path("/")) -> tuple[int, int]:
     """Returns how many bytes of host memory this process may still take, and how many it could take at all.
 

@@ -53,6 +53,7 @@ from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
+from meshwright.model.trial.cached_layers import TRIAL_DTYPE, find_cached_layers
 from meshwright.model.trial.expert_slices import with_inner_splits
 from meshwright.model.trial.experts_calls import choice_biases
 from meshwright.model.trial.fake_tensor_forward import (
@@ -64,6 +65,7 @@ from meshwright.model.trial.fake_tensor_forward import (
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.model.trial.weight_slice_trial import RecordedBlocks
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec, block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
@@ -136,6 +138,16 @@ class AnalyzedModel:
             self.loss,
             self.equal_block_calls,
         )
+
+    @cached_property
+    @pause_garbage_collection()
+    def cached_layers(self) -> tuple[CachedLayer, ...] | None:
+        """What the layers of the model cache while they generate, found by its own trial on first use; None
+        if it is not known.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        module, blocks, _ = self.make_module("cpu", TRIAL_DTYPE, mode)
+        return find_cached_layers(module, blocks, mode)
 
     @cached_property
     def shard_check(self) -> SequenceShardCheck:

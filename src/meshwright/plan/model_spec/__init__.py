@@ -8,4 +8,5 @@ Modules:
     op_sizes_and_memory     operations and bytes of each block call
     sequence_info           what a model does along the sequence
     stage_transfers         values that cross pipeline stages, and their transfers
+    kv_cache_spec           what each layer caches of a sequence while tokens are generated
 """

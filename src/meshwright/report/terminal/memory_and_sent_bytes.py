@@ -7,15 +7,18 @@ with the largest peak. Bytes sent are those of the busiest rank.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
 from meshwright.plan.step.program import Action, Period, Role, Transfer
+from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
     peak_nbytes,
@@ -110,6 +113,31 @@ def fullest_rank(plan: Plan, *, at_most: bool = False) -> tuple[int, int]:
     peaks = {rank: peak_nbytes(plan, rank, at_most=at_most) for rank in ranks}
     rank = max(peaks, key=peaks.__getitem__)
     return rank, peaks[rank]
+
+
+def kv_cache_text(
+    plan: Plan, cached_layers: Sequence[CachedLayer] | None, num_seqs: int, num_tokens: int, memory: float
+) -> str:
+    """Returns the bytes that the fullest rank caches while it generates, and how many sequences fit beside
+    what it keeps between steps, in `memory` bytes.
+    """
+    head = f"keys and values of {num_seqs} sequences of {num_tokens} tokens (generate)"
+    if cached_layers is None:
+        return f"{head}: not known"
+    ranks = dict.fromkeys([*first_ranks(plan), plan.mesh.world_size - 1])
+    by_rank = {rank: kv_cache_nbytes(cached_layers, plan, rank, num_seqs, num_tokens) for rank in ranks}
+    rank = max(by_rank, key=by_rank.__getitem__)
+    text = f"{head}: {format_nbytes(by_rank[rank])} on rank {rank}"
+    fitting = [
+        (memory - state_bytes(plan, rank).total) // (nbytes / num_seqs)
+        for rank, nbytes in by_rank.items()
+        if nbytes
+    ]
+    if not fitting or min(fitting) == inf:
+        return text
+    fits = max(0, int(min(fitting)))
+    more = f"; the device has memory for {fits:,} beside the states"
+    return f"{text}{more}: pass max_num_seqs={fits}" if 0 < fits < num_seqs else f"{text}{more}"
 
 
 def at_most_text(plan: Plan) -> str:
