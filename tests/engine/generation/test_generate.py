@@ -147,7 +147,7 @@ def check_greedy(answers: list[GeneratedAnswer], family: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_those_of_transformers(family: str, layout: str):
-    for answers in answers_of(family, LAYOUTS[layout], batch_size=2):
+    for answers in answers_of(family, LAYOUTS[layout], max_num_seqs=2):
         check_greedy(answers, family)
 
 
@@ -159,7 +159,7 @@ def test_greedy_answers_under_combined_plans(layout: str):
 
 @pytest.mark.parametrize("mesh", [Mesh(ep=3), Mesh(dp_shard=2, ep=2), Mesh(pp=2, ep=2)], ids=str)
 def test_experts_meet_though_ranks_have_unequally_many_prompts(mesh: Mesh):
-    for answers in answers_of("mixtral", (mesh, None), batch_size=1, micro_batch=1):
+    for answers in answers_of("mixtral", (mesh, None), max_num_seqs=1, micro_batch=1):
         check_greedy(answers, "mixtral")
 
 
@@ -180,7 +180,7 @@ def drawn_on_one_device(family: str) -> list[GeneratedAnswer]:
 def test_drawn_answers_are_the_same_on_every_plan(layout: str):
     expected = drawn_on_one_device("llama")
     assert [each.tokens for each in expected] != [tuple(each) for each in truth("llama")[0]]
-    for answers in answers_of("llama", (LAYOUTS | COMBINED)[layout], DRAWN, batch_size=3):
+    for answers in answers_of("llama", (LAYOUTS | COMBINED)[layout], DRAWN, max_num_seqs=3):
         assert [each.tokens for each in answers] == [each.tokens for each in expected]
         for name in ("logprobs", "sampling_logprobs"):
             found, wanted = (
@@ -202,7 +202,7 @@ def test_logprobs_are_those_of_a_forward_on_the_whole_answer():
 def test_an_answer_does_not_depend_on_its_neighbours():
     expected = [each.tokens for each in drawn_on_one_device("llama")]
     for size in (1, 2, 5):
-        found = answers_of("llama", LAYOUTS["one device"], DRAWN, batch_size=size)[0]
+        found = answers_of("llama", LAYOUTS["one device"], DRAWN, max_num_seqs=size)[0]
         assert [each.tokens for each in found] == expected
     other = answers_of("llama", LAYOUTS["one device"], replace(DRAWN, seed=4))[0]
     assert [each.tokens for each in other] != expected
@@ -263,7 +263,7 @@ def sent(trainer: Any, _: object) -> dict[str, float]:
 
 
 NUM_PARAMS = 67 * 48 * 2 + 48 + 2 * (48 * 48 * 2 + 48 * 24 * 2 + 3 * 48 * 53 + 2 * 48)
-DIGEST = 8  # of the request
+DIGEST = 24  # of the request, whether a callback came with it, and how many sequences fit
 
 
 def answer_nbytes(rows: int, num_ranks: int) -> int:
@@ -280,7 +280,7 @@ def test_shards_are_sent_once_per_call_or_once_per_forward():
     ):
         told = 2 * DIGEST + answer_nbytes(1, 3)
         assert 0 <= once["GENERATE"] - told - 2 * shard <= 2 * 8 * 3 * 5  # shards are padded
-        agreed = (NEW + 1) * 8 * 2 * 2 / 3
+        agreed = (NEW + 1) * 16 * 2 * 2 / 3
         assert blocks["GENERATE"] == pytest.approx(NEW * (once["GENERATE"] - told) + told + agreed)
 
 
@@ -304,24 +304,6 @@ def test_stages_send_hidden_states_and_tokens_alone():
 def test_copies_send_answers_alone():
     for found in answers_of("llama", LAYOUTS["copies"], use=sent):
         assert found == {"GENERATE": 2 * DIGEST + answer_nbytes(2, 3)}
-
-
-def test_the_cache_has_the_heads_of_its_rank(monkeypatch):
-    sizes = []
-    original = cached_forward.CachedForward.next_logits
-
-    def observed(self, ids, mask):
-        found = original(self, ids, mask)
-        sizes.append((self.cache_nbytes, ids.shape[1]))
-        return found
-
-    monkeypatch.setattr(cached_forward.CachedForward, "next_logits", observed)
-    rows, layers, head_dim = len(PROMPTS), 2, 8
-    for layout, heads in (("one device", 3), ("tensor", 1)):
-        sizes.clear()
-        answers_of("llama", LAYOUTS[layout])
-        for nbytes, tokens in sizes:
-            assert nbytes == 2 * layers * rows * tokens * heads * head_dim * 8
 
 
 @pytest.mark.parametrize("gather", ["once", "block"])
@@ -378,9 +360,9 @@ def test_ranks_that_ask_for_other_texts_are_refused_together():
 def shifted_positions(monkeypatch) -> None:
     right = cached_forward.CachedForward._inputs
 
-    def inputs(self, ids, mask):
-        found = right(self, ids, mask)
-        return found | {"position_ids": found["position_ids"] + ("past_key_values" in found)}
+    def inputs(self, ids, mask, cache):
+        found = right(self, ids, mask, cache)
+        return found | {"position_ids": found["position_ids"] + (cache is not None)}
 
     monkeypatch.setattr(cached_forward.CachedForward, "_inputs", inputs)
 
@@ -390,7 +372,7 @@ def unmasked_padding(monkeypatch) -> None:
     monkeypatch.setattr(
         cached_forward.CachedForward,
         "_inputs",
-        lambda self, ids, mask: right(self, ids, mask) | {"attention_mask": torch.ones_like(mask)},
+        lambda self, ids, mask, cache: right(self, ids, mask, cache) | {"attention_mask": mask * 0 + 1},
     )
 
 

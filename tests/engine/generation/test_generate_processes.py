@@ -13,7 +13,7 @@ MESHES = {"shards": Mesh(dp_shard=2), "stages": Mesh(pp=2), "slices": Mesh(tp=2)
 
 def answers_of_rank(world: World, layout: str) -> list[GeneratedAnswer]:
     """The answers on one rank."""
-    return answers_on(world, "mixtral", (MESHES[layout], None), DRAWN, batch_size=2)
+    return answers_on(world, "mixtral", (MESHES[layout], None), DRAWN, max_num_seqs=2)
 
 
 @pytest.mark.parametrize("layout", MESHES)

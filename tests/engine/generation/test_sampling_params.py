@@ -71,7 +71,7 @@ def test_all_that_is_wrong_is_said_at_once():
         "top_p = 2.0",
         "temperature = -1.0",
         "prompt 0 is empty",
-        "batch_size = 0",
+        "max_num_seqs = 0",
         "gather = 'never'",
     ):
         assert part in found

@@ -3,7 +3,7 @@ axes.
 
     prompts    p0 p1 p2 | p3 p4 | p5 p6         ranks along dp, ep and cp have different prompts
     rank 0     p0 p1 p2                         tp and pp ranks continue the same ones together
-    rank 1     p3 p4                            batch_size rows at once: one prefill, then a token per forward
+    rank 1     p3 p4                            max_num_seqs sequences at once (continuous_batch.py)
     rank 2     p5 p6
                answers of p0 .. p6 on every rank, in order
 
@@ -11,34 +11,52 @@ Along cp ranks have the tokens of the same samples in a step; here each has whol
 its own. Shards of weights are gathered before the first forward into memory of their own, once for all
 tokens, and freed at the end; or, with gather="block", block by block in every forward, as a step does. Ranks
 whose forwards meet (experts along ep; shards gathered block by block) run equally many: one that has nothing
-left runs a prompt of one token, and after each token they agree whether any rank goes on.
+left runs a prompt of one token, and before each forward they agree whether any rank goes on.
 
-An answer depends on its prompt, its number among the requests and the sampling parameters, and on nothing
-else.
+What the caller has passed, a callback or a tokenizer, may raise on one rank or end answers. Then all ranks
+agree before each forward, and the error of one is that of all.
+
+An answer depends on its prompt, the number of its prompt, which of the answers to it it is, and its sampling
+parameters, and on nothing else.
 
     bytes sent by a rank, per forward, with D wide activations of r rows
         tp       two sums per layer (all_reduce of r D), one of the embedding, token_sampler.py per row
         pp       r D at each border and 8 per row for the token (stage_forwards.py); once per call 16
                  max_new_tokens per row
-        ep       what ExpertParallel sends for r tokens, and 8 bytes to agree
+        ep       what ExpertParallel sends for r tokens, and a sum of 16 bytes to agree
         shards   nothing; once per call (n - 1) S of each shard of S bytes
+        callback a sum of 16 bytes along all axes, and one of 16 r along tp and pp
         at the end of a call  (n - 1) (24 max_new_tokens + 16) bytes per row of a rank
 
 Memory: with gather="once" all weights of this rank's stages and slices; in both cases keys and values of
-batch_size rows, of the heads and layers of this rank: 2 layers x rows x tokens x heads x head dim elements.
+max_num_seqs sequences, of the heads and layers of this rank: 2 layers x sequences x tokens x heads x head dim
+elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal, Protocol
+from itertools import pairwise
+from math import inf
+from typing import Literal, NoReturn, Protocol
 
 import torch
 
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.generation.cached_forward import CachedForward
+from meshwright.engine.generation.continuous_batch import (
+    ABORTED,
+    AT_LENGTH,
+    NOT_FINITE,
+    RUNNING,
+    STOPPED,
+    ContinuousBatch,
+    GeneratedSequence,
+    SequenceRows,
+)
 from meshwright.engine.generation.sampling_params import (
     LOCATION,
+    FinishReason,
     GeneratedAnswer,
     SamplingParams,
     end_tokens,
@@ -46,7 +64,6 @@ from meshwright.engine.generation.sampling_params import (
 )
 from meshwright.engine.generation.stage_forwards import make_stage_forwards
 from meshwright.engine.generation.token_sampler import (
-    ABSENT,
     NO_TOKEN,
     ChosenTokens,
     TokenSampler,
@@ -61,9 +78,11 @@ from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
 GENERATE_ACTION = "GENERATE"  # name in the ledger
 Decode = Callable[[list[int]], str]  # makes text of token ids
+OnToken = Callable[[int, int], object]  # the number of an answer and its new token; False ends the answer
 Gather = Literal["once", "block"]
 TOKEN_DIM = 1  # of a residual stream [samples, tokens, features]
-RUNNING, STOPPED, AT_LENGTH, NOT_FINITE = range(4)  # how a row ended, as it travels between ranks
+FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", AT_LENGTH: "length", ABORTED: "abort"}
+ERROR_NBYTES = 1024  # of the text of an error, as other ranks are told it
 
 
 class Decoder(Protocol):
@@ -75,102 +94,122 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The `prompts`, token ids, and how all of them are continued: `batch_size` at once on each rank.
+    """The `prompts`, token ids, and how each is continued: `max_num_seqs` sequences at once on each rank.
 
     `gather`: sharded weights are gathered "once" for all tokens, or each "block" in every forward. `decode`
-    makes text of token ids, in which stop strings are looked for.
+    makes text of token ids, in which stop strings are looked for. `on_token` is called with each token.
+    `num_fitting_seqs` is the number of the longest sequences whose cache fits on this rank; None if it is not
+    known.
     """
 
     prompts: Sequence[Sequence[int]]
-    params: SamplingParams
-    batch_size: int = 8
+    params: Sequence[SamplingParams]
+    max_num_seqs: int = 8
     gather: Gather = "once"
     decode: Decode | None = None
+    on_token: OnToken | None = None
+    num_fitting_seqs: int | None = None
 
-    def check(self, state: RankState) -> None:
-        """Raises PlanError with all that is wrong with the request, on all ranks alike."""
-        _check_same_on_all_ranks(state, self)
+    def check(self, state: RankState) -> bool:
+        """Raises PlanError with all that is wrong with the request, on all ranks alike. Returns whether what
+        the caller passed is called for each token, on any rank.
+        """
+        is_called, num_fitting_seqs = _check_same_on_all_ranks(state, self)
         module = state.trained_module.module
         diagnostics = list(
             request_diagnostics(module, self.prompts, self.params, decodes=self.decode is not None)
         )
         diagnostics += _plan_diagnostics(state)
-        if not (isinstance(self.batch_size, int) and self.batch_size > 0):
-            text = f"batch_size = {self.batch_size!r}; needed is a whole number of at least 1"
-            diagnostics.append(Diagnostic(text, "pass batch_size=8, the default", LOCATION))
+        most = max((each.n for each in self.params if isinstance(each.n, int)), default=1)
+        if not (isinstance(self.max_num_seqs, int) and self.max_num_seqs > 0):
+            text = f"max_num_seqs = {self.max_num_seqs!r}; needed is a whole number of at least 1"
+            diagnostics.append(Diagnostic(text, "pass max_num_seqs=8, the default", LOCATION))
+        elif self.max_num_seqs < most:
+            text = f"n = {most} answers to a prompt are generated together, and max_num_seqs = "
+            fix = f"pass max_num_seqs={most}, or ask for fewer answers"
+            diagnostics.append(Diagnostic(f"{text}{self.max_num_seqs}", fix, LOCATION))
+        elif (needed := min(self.max_num_seqs, sum(each.n for each in self.params))) > num_fitting_seqs:
+            text = (
+                f"{needed} sequences run at once on a rank, and their keys and values fit in its memory for "
+            )
+            text += f"{num_fitting_seqs} of the longest"
+            fix = (
+                "shorten the prompts or max_new_tokens, pass gather='block', or use more ranks along tp or pp"
+            )
+            fix = f"pass max_num_seqs={num_fitting_seqs}" if num_fitting_seqs >= most else fix
+            diagnostics.append(Diagnostic(text, fix, LOCATION))
         if self.gather not in ("once", "block"):
             text = f"gather = {self.gather!r}; needed is 'once' or 'block'"
             diagnostics.append(Diagnostic(text, "pass gather='once', the default", LOCATION))
         raise_diagnostics(diagnostics)
-
-
-@dataclass
-class _Row:
-    """A prompt of this rank and what follows it."""
-
-    number: int
-    prompt: Sequence[int]
-    tokens: list[int]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
-    state: int = RUNNING
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+        return is_called
 
 
 def generate(executor: StepExecutor, request: GenerationRequest) -> list[GeneratedAnswer]:
-    """Returns the answer to each prompt of `request`, on all ranks; all ranks call it with the same.
+    """Returns the answers to each prompt of `request`, on all ranks; all ranks call it with the same.
 
     Parameters, buffers, modes and random streams are unchanged. Raises PlanError for a request that cannot
-    work, for ranks that pass different ones, and for logits that are not finite.
+    work, for ranks that pass different ones, for logits that are not finite, and where a callback or a
+    tokenizer of another rank has raised.
     """
-    request.check(executor.state)
-    return _Generation(executor, request).answers()
+    is_called = request.check(executor.state)
+    return _Generation(executor, request, is_called=is_called).answers()
 
 
 class _Generation:
     """One call of `generate` on one rank."""
 
-    def __init__(self, executor: StepExecutor, request: GenerationRequest) -> None:
+    def __init__(self, executor: StepExecutor, request: GenerationRequest, *, is_called: bool) -> None:
         state = executor.state
-        self._executor, self._state, self._request = executor, state, request
-        sharding = state.plan.sharding
-        self._row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
-        self._group: Group = state.world.group(self._row_axes)
-        self._ends = frozenset(end_tokens(state.trained_module.module, request.params) or ())
-        meeting = [axis for axis in self._row_axes if axis in self._meeting_axes()]
+        self._executor, self._state, self._request, self._is_called = executor, state, request, is_called
+        sharding, world = state.plan.sharding, state.world
+        row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
+        self._group: Group = world.group(row_axes)
+        self._same_rows_group = world.group([axis for axis in AXES if axis not in row_axes])
+        meeting = [axis for axis in row_axes if axis in self._meeting_axes()]
+        self._forwards_meet = bool(meeting)
+        agreeing = AXES if is_called else tuple(meeting)
+        self._agreeing_group = world.group(agreeing) if agreeing else None
         self._stages = make_stage_forwards(state, GENERATE_ACTION)
-        self._meeting_group = state.world.group(tuple(meeting)) if meeting else None
+        self._error: Exception | None = None  # of what the caller passed, on this rank
+        self._num_failed_ranks = 0
 
     def answers(self) -> list[GeneratedAnswer]:
         """Returns the answers of all ranks."""
-        batches, module = self._batches(), self._state.trained_module.module
-        takes_mask = CachedForward(module).takes_mask
-        own = [list(_batches_of(rows, self._request.batch_size, takes_mask)) for rows in batches]
-        rows = own[self._group.index]
-        if self._meeting_group is not None:
-            rows = rows + [[_dummy_row()]] * (max(map(len, own)) - len(rows))
-        gather_once = self._request.gather == "once"
+        groups_by_rank, module = self._groups_by_rank(), self._state.trained_module.module
+        device, request = self._state.world.device, self._request
         self._executor.check_sites_agree("generate")
-        forwards = self._executor.full_param_forwards
         run_stages = None if self._stages is None else self._stages.run()
-        with forwards.generation_forwards(
-            GENERATE_ACTION, gather_once=gather_once, run_stages=run_stages
+        with self._executor.full_param_forwards.generation_forwards(
+            GENERATE_ACTION, gather_once=request.gather == "once", run_stages=run_stages
         ) as vocab_shard:
-            for batch in rows:
-                self._continue(batch, CachedForward(module, self._stages), vocab_shard)
-        return self._gathered(batches)
+            forward = CachedForward(module, self._stages)
+            groups = groups_by_rank[self._group.index]
+            batch = ContinuousBatch(forward, groups, request.max_num_seqs, device)
+            while self._goes_on(batch):
+                if batch.has_work or self._forwards_meet:
+                    rows, logits_BV = batch.run_forward()
+                    chosen = self._choose(logits_BV, rows, vocab_shard)
+                    self._append(rows.sequences, *(each.tolist() for each in chosen))
+                    batch.append(rows, chosen.ids)
+        if self._num_failed_ranks:
+            self._raise_error()
+        return self._gathered([[each for group in groups for each in group] for groups in groups_by_rank])
 
-    def _batches(self) -> list[list[_Row]]:
-        """Returns the rows of each rank of the group, as even as possible, in order."""
-        prompts, size = self._request.prompts, self._group.size
-        ends = [len(prompts) * (index + 1) // size for index in range(size)]
-        return [
-            [_Row(number, prompts[number], [], [], []) for number in range(first, end)]
-            for first, end in zip([0, *ends], ends, strict=False)
-        ]
+    def _groups_by_rank(self) -> list[list[list[GeneratedSequence]]]:
+        """Returns the sequences of each rank of the group, those of a prompt together; ranks have as equally
+        many prompts as possible, in order.
+        """
+        request, size = self._request, self._group.size
+        module = self._state.trained_module.module
+        groups, index = list[list[GeneratedSequence]](), 0
+        for number, (prompt, params) in enumerate(zip(request.prompts, request.params, strict=True)):
+            ends = frozenset(end_tokens(module, params) or ())
+            samples = range(params.n)
+            groups.append([GeneratedSequence(index + k, number, k, prompt, params, ends) for k in samples])
+            index += params.n
+        edges = [len(groups) * edge // size for edge in range(size + 1)]
+        return [groups[first:end] for first, end in pairwise(edges)]
 
     def _meeting_axes(self) -> set[str]:
         """Returns the axes along which ranks meet in a forward, of any stage of a pipeline."""
@@ -183,97 +222,128 @@ class _Generation:
             axes |= {axis for each in sharded for axis in each.storage_layout.axes_with("S")}
         return {axis for axis in axes if plan.mesh.size(axis) > 1}
 
-    def _continue(self, rows: list[_Row], forward: CachedForward, vocab_shard: VocabShard | None) -> None:
-        """Continues the prompts of one batch until all rows have ended, here and where ranks meet."""
-        device, longest = self._state.world.device, max(len(row.prompt) for row in rows)
-        padded = [[ABSENT] * (longest - len(row.prompt)) + list(row.prompt) for row in rows]
-        context_BL = torch.tensor(padded, dtype=torch.int64, device=device)
-        while self._any_running(rows):
-            ids_BL, mask_BL = context_BL.clamp(min=0), (context_BL != ABSENT).long()
-            logits_BV = forward.next_logits(ids_BL, mask_BL)
-            chosen = self._choose(logits_BV, context_BL, rows, vocab_shard)
-            self._append(rows, *(each.tolist() for each in chosen))
-            context_BL = torch.cat([context_BL, chosen.ids.unsqueeze(1)], 1)
+    def _goes_on(self, batch: ContinuousBatch) -> bool:
+        """Returns whether there is work, here and where ranks agree, and no rank has failed."""
+        if self._agreeing_group is None:
+            return batch.has_work
+        numbers = [int(batch.has_work), int(self._error is not None)]
+        summed = torch.tensor(numbers, device=self._state.world.device)
+        self._agreeing_group.all_reduce(summed, action=GENERATE_ACTION).wait()
+        num_working, self._num_failed_ranks = summed.tolist()
+        return num_working > 0 and not self._num_failed_ranks
 
     def _choose(
-        self,
-        logits_BV: torch.Tensor,
-        context_BL: torch.Tensor,
-        rows: list[_Row],
-        vocab_shard: VocabShard | None,
+        self, logits_BV: torch.Tensor, rows: SequenceRows, vocab_shard: VocabShard | None
     ) -> ChosenTokens:
         """Returns the next token of each row; where a rank of a pipeline has no logits, without
         log-probabilities.
         """
-        stages = self._stages
+        stages, sequences = self._stages, rows.sequences
         if stages is not None and not stages.is_last:
-            nothing = torch.zeros(len(rows), dtype=torch.float64, device=context_BL.device)
+            nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
             return ChosenTokens(stages.share_tokens(nothing.long()), nothing, nothing)
-        sampler = TokenSampler(self._request.params, vocab_shard or full_vocabulary(logits_BV.shape[1]))
-        numbers, positions = [row.number for row in rows], [row.num_tokens for row in rows]
-        chosen = sampler.choose(logits_BV, context_BL, numbers, positions)
+        by_params = dict[SamplingParams, list[int]]()
+        for place, sequence in enumerate(sequences):
+            by_params.setdefault(sequence.params.of_a_token, []).append(place)
+        chosen = list[ChosenTokens]()
+        for params, places in by_params.items():
+            sampler = TokenSampler(params, vocab_shard or full_vocabulary(logits_BV.shape[1]))
+            seeds = [sequences[place].random_number for place in places]
+            positions = [sequences[place].num_tokens for place in places]
+            chosen.append(sampler.choose(logits_BV[places], rows.context[places], seeds, positions))
+        order = torch.tensor([place for places in by_params.values() for place in places]).argsort()
+        together = ChosenTokens(
+            *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
+        )
         if stages is not None:
-            stages.share_tokens(chosen.ids)
-        return chosen
-
-    def _any_running(self, rows: list[_Row]) -> bool:
-        num_running = sum(row.state == RUNNING for row in rows)
-        if self._meeting_group is None:
-            return num_running > 0
-        counted = torch.tensor([num_running], device=self._state.world.device)
-        self._meeting_group.all_reduce(counted, action=GENERATE_ACTION).wait()
-        return counted.item() > 0
+            stages.share_tokens(together.ids)
+        return together
 
     def _append(
-        self, rows: list[_Row], ids: list[int], logprobs: list[float], sampling_logprobs: list[float]
+        self,
+        sequences: list[GeneratedSequence],
+        ids: list[int],
+        logprobs: list[float],
+        sampling_logprobs: list[float],
     ) -> None:
-        for row, token, logprob, sampling_logprob in zip(rows, ids, logprobs, sampling_logprobs, strict=True):
-            if row.state != RUNNING:
-                continue
-            if token == NO_TOKEN:
-                row.state = NOT_FINITE
-                continue
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.sampling_logprobs.append(sampling_logprob)
-            if token in self._ends or self._completes_stop_string(row):
-                row.state = STOPPED
-            elif len(row.tokens) == self._request.params.max_new_tokens:
-                row.state = AT_LENGTH
+        extended = list[GeneratedSequence]()
+        for sequence, token, *both in zip(sequences, ids, logprobs, sampling_logprobs, strict=True):
+            if sequence.state == RUNNING and token == NO_TOKEN:
+                sequence.state = NOT_FINITE
+            elif sequence.state == RUNNING:
+                sequence.append(token, *both)
+                extended.append(sequence)
+        if self._is_called and extended:
+            self._call(extended)
+        for sequence in extended:
+            if sequence.state == RUNNING and len(sequence.tokens) == sequence.params.max_new_tokens:
+                sequence.state = AT_LENGTH
 
-    def _completes_stop_string(self, row: _Row) -> bool:
-        strings, decode = self._request.params.stop_strings, self._request.decode
+    def _call(self, sequences: list[GeneratedSequence]) -> None:
+        """Passes the newest tokens to what the caller has passed; an answer ends if it does on any of the
+        ranks that continue it.
+        """
+        on_token, ends = self._request.on_token, torch.zeros(2, len(sequences), dtype=torch.int64)
+        try:
+            for place, sequence in enumerate(sequences):
+                ends[0, place] = self._completes_stop_string(sequence)
+                if on_token is not None:
+                    ends[1, place] = on_token(sequence.index, sequence.tokens[-1]) is False
+        except Exception as error:  # raised when all ranks have stopped
+            self._error = error
+        ends = ends.to(self._state.world.device)
+        if self._same_rows_group.size > 1:
+            self._same_rows_group.all_reduce(ends, action=GENERATE_ACTION).wait()
+        for sequence, is_stopped, is_aborted in zip(sequences, *ends.tolist(), strict=True):
+            if sequence.state == RUNNING and (is_stopped or is_aborted):
+                sequence.state = STOPPED if is_stopped else ABORTED
+
+    def _completes_stop_string(self, sequence: GeneratedSequence) -> bool:
+        strings, decode = sequence.params.stop_strings, self._request.decode
         if not strings or decode is None:
             return False
-        text = decode(row.tokens)
+        text = decode(sequence.tokens)
         return any(each in text for each in strings)
 
-    def _gathered(self, rows_by_rank: list[list[_Row]]) -> list[GeneratedAnswer]:
+    def _raise_error(self) -> NoReturn:
+        """Raises the error of this rank, or that of the first rank with one."""
+        error, device = self._error, self._state.world.device
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        encoded = torch.tensor(list(text.encode()[:ERROR_NBYTES].ljust(ERROR_NBYTES)), dtype=torch.uint8)
+        gathered = _all_gather(self._state.world.group(AXES), encoded.to(device)).tolist()
+        if error is not None:
+            raise error
+        texts = [bytes(each).decode(errors="replace").strip() for each in gathered]
+        rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+        problem = f"on_token or the tokenizer raised on rank {rank}: {text}"
+        raise PlanError(problem, fix="mend it: what it raises ends all ranks", location=LOCATION)
+
+    def _gathered(self, sequences_by_rank: list[list[GeneratedSequence]]) -> list[GeneratedAnswer]:
         """Returns the answers of all ranks of the group, in the order of the prompts."""
-        num_tokens, device = self._request.params.max_new_tokens, self._state.world.device
-        most_rows, own = max(map(len, rows_by_rank)), rows_by_rank[self._group.index]
-        ids = torch.zeros(most_rows, 2 + num_tokens, dtype=torch.int64)
-        logprobs = torch.zeros(most_rows, 2, num_tokens, dtype=torch.float64)
-        for place, row in enumerate(own):
-            count = len(row.tokens)
-            ids[place, :2] = torch.tensor([row.state, count])
-            ids[place, 2 : 2 + count] = torch.tensor(row.tokens, dtype=torch.int64)
-            both = [row.logprobs, row.sampling_logprobs]
+        num_tokens = max(each.max_new_tokens for each in self._request.params)
+        device, own = self._state.world.device, sequences_by_rank[self._group.index]
+        most = max(map(len, sequences_by_rank))
+        ids = torch.zeros(most, 2 + num_tokens, dtype=torch.int64)
+        logprobs = torch.zeros(most, 2, num_tokens, dtype=torch.float64)
+        for place, sequence in enumerate(own):
+            count = len(sequence.tokens)
+            ids[place, :2] = torch.tensor([sequence.state, count])
+            ids[place, 2 : 2 + count] = torch.tensor(sequence.tokens, dtype=torch.int64)
+            both = [sequence.logprobs, sequence.sampling_logprobs]
             logprobs[place, :, :count] = torch.tensor(both, dtype=torch.float64)
         ids, logprobs = ids.to(device), logprobs.to(device)
         if self._stages is not None:
             self._stages.share_logprobs(logprobs)
         ids, logprobs = (_all_gather(self._group, each) for each in (ids, logprobs))
         answers = []
-        for rank, rows in enumerate(rows_by_rank):
-            for row, (how, count, *tokens), (full, drawn) in zip(
-                rows, ids[rank].tolist(), logprobs[rank].tolist(), strict=False
+        for rank, sequences in enumerate(sequences_by_rank):
+            for sequence, (how, count, *tokens), (full, drawn) in zip(
+                sequences, ids[rank].tolist(), logprobs[rank].tolist(), strict=False
             ):
                 if how == NOT_FINITE:
-                    raise _not_finite(row.number, len(row.prompt) + count)
-                reason: Literal["stop", "length"] = "stop" if how == STOPPED else "length"
-                shortened = tuple(tokens[:count]), reason, tuple(full[:count]), tuple(drawn[:count])
-                answers.append(GeneratedAnswer(*shortened))
+                    raise _not_finite(sequence.prompt_number, len(sequence.prompt) + count)
+                shortened = FINISH_REASONS[how], tuple(full[:count]), tuple(drawn[:count])
+                answers.append(GeneratedAnswer(tuple(tokens[:count]), *shortened))
         return answers
 
 
@@ -289,23 +359,6 @@ def _plan_diagnostics(state: RankState) -> Iterator[Diagnostic]:
             yield Diagnostic(text, fix, LOCATION)
 
 
-def _dummy_row() -> _Row:
-    """Returns a row that has ended, for a rank that takes part in the forwards of others."""
-    return _Row(0, [0], [], [], [], AT_LENGTH)
-
-
-def _batches_of(rows: list[_Row], size: int, takes_mask: bool) -> Iterator[list[_Row]]:
-    """Yields `rows` in batches of at most `size`; of equal length where the model takes no mask."""
-    batch: list[_Row] = []
-    for row in rows if takes_mask else sorted(rows, key=lambda row: len(row.prompt)):
-        if batch and (len(batch) == size or not (takes_mask or len(batch[0].prompt) == len(row.prompt))):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
 def _all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the equally shaped `tensor`s of all ranks of `group`, (ranks, *shape), on the CPU."""
     gathered = tensor.new_empty(group.size, *tensor.shape)
@@ -313,14 +366,22 @@ def _all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     return gathered.cpu()
 
 
-def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> None:
-    said = repr((list(map(list, request.prompts)), request.params, request.batch_size, request.gather))
-    digest = sha256(said.encode()).digest()[:8]
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(state.world.device)
-    if len(set(_all_gather(state.world.group(AXES), own).flatten().tolist())) > 1:
+def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tuple[bool, float]:
+    """Returns whether what the caller has passed is called for each token, on any rank, and how many
+    sequences fit on all of them.
+    """
+    params = list(request.params)
+    said = repr((list(map(list, request.prompts)), params, request.max_num_seqs, request.gather))
+    digest = int.from_bytes(sha256(said.encode()).digest()[:8], "little", signed=True)
+    is_called = request.on_token is not None or any(each.stop_strings for each in params)
+    fitting = -1 if request.num_fitting_seqs is None else request.num_fitting_seqs
+    own = torch.tensor([digest, is_called, fitting], device=state.world.device)
+    digests, called, numbers = zip(*_all_gather(state.world.group(AXES), own).tolist(), strict=True)
+    if len(set(digests)) > 1:
         text = "the ranks passed different prompts or parameters, and generate divides the prompts itself"
         fix = "pass the same prompts, in the same order, and the same parameters and seed on every rank"
         raise PlanError(text, fix=fix, location=LOCATION)
+    return any(called), min((each for each in numbers if each >= 0), default=inf)
 
 
 def _not_finite(number: int, position: int) -> PlanError:

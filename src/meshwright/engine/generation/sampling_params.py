@@ -1,7 +1,8 @@
 """What a caller of generation asks for, what he gets, and what is refused before a forward runs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from meshwright.plan.job.field_constraints import (
 )
 
 LOCATION = "generate"
+FinishReason = Literal["stop", "length", "abort"]
 GREEDY_FIX = "pass do_sample=False for the most likely tokens"
 READ_WHEN_DRAWN = ("temperature", "top_k", "top_p", "min_p")  # fields that a greedy choice does not read
 
@@ -34,8 +36,9 @@ class SamplingParams:
     logits of tokens in the prompt or the answer are divided by `repetition_penalty` where they are positive,
     and multiplied by it where they are negative (Keskar et al. 2019, arXiv 1909.05858).
 
-    The random number behind a token is a hash of `seed`, the number of its request and its position, so a
-    text depends on nothing else: not on the plan, nor on other requests.
+    There are `n` answers to each prompt, which is computed once for them. The random number behind a token
+    is a hash of `seed`, the number of its prompt, which of the answers it is, and its position, so a text
+    depends on nothing else: not on the plan, on `n`, nor on other requests.
 
     An answer ends with one of `stop_token_ids` (None: the end tokens of the model; empty: with none), with
     the token that completes one of `stop_strings`, or after `max_new_tokens`.
@@ -56,20 +59,26 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    n: int = field(default=1, metadata=at_least(1))
+
+    @cached_property
+    def of_a_token(self) -> "SamplingParams":
+        """What of them the choice of a token depends on; the rest has its default."""
+        return replace(self, max_new_tokens=64, stop_token_ids=None, stop_strings=(), n=1)
 
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
     """The `tokens` that follow a prompt, the one that ended the answer included.
 
-    `finish_reason` is "stop" for an end token or a stop string, and "length" for one that reached
-    max_new_tokens. Of each token, `logprobs` has the logarithm of its probability in the model's
-    distribution, the softmax of its logits; `sampling_logprobs` that in the distribution that it was drawn
-    from, after penalty, temperature and restrictions: 0 for a greedy one.
+    `finish_reason` is "stop" for an end token or a stop string, "length" for one that reached max_new_tokens,
+    and "abort" where `on_token` returned False. Of each token, `logprobs` has the logarithm of its
+    probability in the model's distribution, the softmax of its logits; `sampling_logprobs` that in the
+    distribution that it was drawn from, after penalty, temperature and restrictions: 0 for a greedy one.
     """
 
     tokens: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     logprobs: tuple[float, ...]
     sampling_logprobs: tuple[float, ...]
 
@@ -87,23 +96,43 @@ def as_token_ids(prompt: Sequence[int] | torch.Tensor, number: int, name: str = 
     raise PlanError(text, fix=fix, location=LOCATION)
 
 
+def params_of_prompts(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """Returns the parameters of each prompt: `params` for all, or one for each.
+
+    Raises PlanError if there are more or fewer than prompts.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        text = f"there are {num_prompts} prompts, and {len(params)} sampling parameters"
+        raise PlanError(text, fix="pass one SamplingParams, or one for each prompt", location=LOCATION)
+    return list(params)
+
+
 def request_diagnostics(
-    module: nn.Module, prompts: Sequence[Sequence[int]], params: SamplingParams, *, decodes: bool
+    module: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    decodes: bool,
 ) -> Iterator[Diagnostic]:
-    """Yields what is wrong with a request to continue `prompts`; `decodes`: token ids can become text."""
-    yield from field_diagnostics(params, LOCATION)
-    if not params.do_sample:
-        yield from _unread_fields(params)
-    if params.stop_strings and not decodes:
-        text = f"stop_strings = {params.stop_strings!r}, and nothing makes text of token ids"
-        yield Diagnostic(text, "pass the tokenizer too: tokenizer=...", LOCATION)
-    if any(not text for text in params.stop_strings):
-        text = "stop_strings contains an empty text, which every answer has"
-        yield Diagnostic(text, "leave it out", LOCATION)
+    """Yields what is wrong with a request to continue each of `prompts` by its `params`; `decodes`: token ids
+    can become text.
+    """
+    for each in _distinct(params):
+        yield from _params_diagnostics(each, decodes=decodes)
     if not prompts:
         yield Diagnostic("there are no prompts", "pass at least one list of token ids", LOCATION)
     yield from model_diagnostics(module)
-    yield from _prompt_diagnostics(module, prompts, with_valid_fields(params))
+    if any(end_tokens(module, each) is None for each in params):
+        text = "no end token: stop_token_ids is not stated, and the model names none"
+        fix = (
+            "pass stop_token_ids=(), which generates max_new_tokens for each prompt, or the ids that end one"
+        )
+        yield Diagnostic(text, fix, LOCATION)
+    yield from _prompt_diagnostics(module, prompts, [with_valid_fields(each) for each in params])
 
 
 def end_tokens(module: nn.Module, params: SamplingParams) -> tuple[int, ...] | None:
@@ -115,6 +144,27 @@ def end_tokens(module: nn.Module, params: SamplingParams) -> tuple[int, ...] | N
     if ids is None:
         return None
     return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _distinct(params: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Returns each once; they are compared, because a wrong field may have no hash."""
+    found = list[SamplingParams]()
+    for each in params:
+        if not (found and each is found[-1]) and each not in found:
+            found.append(each)
+    return found
+
+
+def _params_diagnostics(params: SamplingParams, *, decodes: bool) -> Iterator[Diagnostic]:
+    yield from field_diagnostics(params, LOCATION)
+    if not params.do_sample:
+        yield from _unread_fields(params)
+    if params.stop_strings and not decodes:
+        text = f"stop_strings = {params.stop_strings!r}, and nothing makes text of token ids"
+        yield Diagnostic(text, "pass the tokenizer too: tokenizer=...", LOCATION)
+    if any(not text for text in params.stop_strings):
+        text = "stop_strings contains an empty text, which every answer has"
+        yield Diagnostic(text, "leave it out", LOCATION)
 
 
 def _unread_fields(params: SamplingParams) -> Iterator[Diagnostic]:
@@ -139,29 +189,24 @@ def model_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
 
 
 def _prompt_diagnostics(
-    module: nn.Module, prompts: Sequence[Sequence[int]], params: SamplingParams
+    module: nn.Module, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
 ) -> Iterator[Diagnostic]:
-    if end_tokens(module, params) is None:
-        text = "no end token: stop_token_ids is not stated, and the model names none"
-        fix = (
-            "pass stop_token_ids=(), which generates max_new_tokens for each prompt, or the ids that end one"
-        )
-        yield Diagnostic(text, fix, LOCATION)
     empty = [number for number, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
         text = f"prompt {empty[0]} is empty{and_more(empty)}: there is nothing to continue"
         yield Diagnostic(text, "begin it with one token, such as that of the begin of a text", LOCATION)
-    vocab_size, positions = context_sizes(module)
+    vocab_size, positions = contextcontext_sizes(module)
     unknown = [number for number, prompt in enumerate(prompts) if vocab_size and _outside(prompt, vocab_size)]
     if unknown:
         ids = [token for token in prompts[unknown[0]] if not 0 <= token < vocab_size]
-        text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the "
-        yield Diagnostic(f"{text}model has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
-    longer = [number for number, each in enumerate(prompts) if len(each) + params.max_new_tokens > positions]
+        text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the model "
+        yield Diagnostic(f"{text}has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
+    both = zip(prompts, params, strict=True)
+    longer = [number for number, (ids, each) in enumerate(both) if len(ids) + each.max_new_tokens > positions]
     if positions and longer:
-        length = len(prompts[longer[0]])
+        length, limit = len(prompts[longer[0]]), params[longer[0]].max_new_tokens
         text = f"prompt {longer[0]} has {length} tokens{and_more(longer)}, which with max_new_tokens = "
-        text += f"{params.max_new_tokens} is more than the {positions} positions of the model"
+        text += f"{limit} is more than the {positions} positions of the model"
         fix = f"shorten it, or pass max_new_tokens={max(1, positions - length)}"
         yield Diagnostic(text, fix, LOCATION)
 

@@ -6,8 +6,8 @@
 The model's own forward runs on every rank. A block of another rank returns what that rank has sent, if a
 block of this one needs it, and NaN in its shape otherwise, without memory: glue may run on it, and a number
 that depended on it would be NaN, not wrong. Which outputs are needed is known from the forward that the trial
-recorded; shapes from two of its lengths. In the cache, layers of other ranks get one NaN per row and token,
-so that they are as long as those of this rank and the model finds the positions that it expects.
+recorded; shapes from two of its lengths. In the cache, layers of other ranks are as long as those of this
+rank, without memory too, so that the model finds the positions that it expects.
 
     bytes per forward    rows x tokens x width at each border between ranks, and 8 per row for the tokens
 
@@ -23,13 +23,11 @@ from math import nan
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
 
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.generation.kv_cache import caches_keys_and_values, fill_missing_columns
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.hf.declared_tp_plan import generation_model
 from meshwright.model.pipeline.forward_graph import ForwardGraph, ValueRef
 from meshwright.model.tensors.pytree import map_leaves, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
@@ -53,7 +51,7 @@ def make_stage_forwards(state: RankState, action: str) -> "StageForwards | None"
     lengths = {value.shape[TOKEN_DIM] for value in inputs.values() if value.ndim > TOKEN_DIM}
     if len(lengths) != 1 or min(lengths) == 1:
         return None
-    if not _caches_keys_and_values(state.trained_module.module):
+    if not caches_keys_and_values(state.trained_module.module):
         return None
     (length,) = lengths
     shorter = {
@@ -70,18 +68,6 @@ def make_stage_forwards(state: RankState, action: str) -> "StageForwards | None"
     if shapes is None or any(value.op for value in crossing):
         return None
     return StageForwards(state, action, _StagePlan(graph, owners, {v.name: v for v in crossing}, shapes))
-
-
-def _caches_keys_and_values(module: nn.Module) -> bool:
-    """Returns whether all layers of the cache of a transformers model can be made longer by a NaN per token;
-    also of a module that has none.
-    """
-    model = generation_model(module)
-    if model is None:
-        return True
-    kinds = transformers.cache_utils.DynamicLayer, transformers.cache_utils.DynamicSlidingWindowLayer
-    config = model.config.get_text_config(decoder=True)
-    return all(type(layer) in kinds for layer in transformers.DynamicCache(config=config).layers)
 
 
 def _crosses(value: StageValue, owners: Mapping[str, int]) -> bool:
@@ -170,12 +156,8 @@ class StageForwards:
         for work, _ in self._sends:
             work.wait()
         self._sends, self._values = [], {}
-        empty = torch.full((), nan, device=self._state.world.device)
-        for index, layer in enumerate([] if cache is None else cache.layers):
-            missing = num_tokens - layer.get_seq_length()
-            if missing > 0:
-                shape = self._num_samples, 1, missing, 1
-                cache.update(empty.expand(shape), empty.expand(shape), index)
+        for layer in [] if cache is None else cache.layers:
+            fill_missing_columns(layer, self._num_samples, num_tokens, self._state.world.device)
 
     def share_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the tokens of the rank that has the logits, `ids` (samples,), on all ranks."""

@@ -14,10 +14,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.comm.collectives.group import World
+from meshwright.device.device_memory import available_nbytes
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.generation.answer_logprobs import AnswerLogprobs, LogprobsRequest, answer_logprobs
-from meshwright.engine.generation.generate import Decoder, Gather, GenerationRequest, generate
-from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams, as_token_ids
+from meshwright.engine.generation.generate import Decoder, Gather, GenerationRequest, OnToken, generate
+from meshwright.engine.generation.sampling_params import (
+    GeneratedAnswer,
+    SamplingParams,
+    as_token_ids,
+    params_of_prompts,
+)
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
@@ -26,8 +32,10 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.as_batch import check_constants, parse_batch
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
+from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
@@ -149,22 +157,30 @@ class Trainer:
     def generate(
         self,
         prompts: Sequence[Sequence[int] | torch.Tensor],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        batch_size: int = 8,
+        max_num_seqs: int = 8,
+        batch_size: int | None = None,
         gather: Gather = "once",
         tokenizer: Decoder | None = None,
+        on_token: OnToken | None = None,
     ) -> list[GeneratedAnswer]:
-        """Returns an answer to each of `prompts`, token ids, in order and on every rank; all ranks call it.
+        """Returns `n` answers to each of `prompts`, token ids, in order and on every rank; all ranks call it.
 
-        Ranks that have other samples in a step continue other prompts, `batch_size` at once. Sharded weights
-        are gathered "once" before the first token, which needs memory for all weights of this rank's stages,
-        or each "block" in every forward. `tokenizer` makes text for `stop_strings`. Nothing is trained.
+        `params` are those of all prompts, or of each. Ranks that have other samples in a step continue other
+        prompts, at most `max_num_seqs` sequences at once (`batch_size` is another name for it). Sharded
+        weights are gathered "once" before the first token, which needs memory for all weights of this rank's
+        stages, or each "block" in every forward. `tokenizer` makes text for `stop_strings`.
+        `on_token(index, token)` is called with each token of answer `index` on the ranks that continue it;
+        False ends the answer, and an error ends all ranks. Nothing is trained.
         """
         self.check_last_step()
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
+        each = params_of_prompts(SamplingParams() if params is None else params, len(ids))
+        num_seqs = max_num_seqs if batch_size is None else batch_size
         decode = None if tokenizer is None else tokenizer.decode
-        request = GenerationRequest(ids, params or SamplingParams(), batch_size, gather, decode)
+        fitting = self._num_fitting_seqs(ids, each, gather)
+        request = GenerationRequest(ids, each, num_seqs, gather, decode, on_token, fitting)
         with self.oom_advisor:
             return generate(self.executor, request)
 
@@ -184,6 +200,26 @@ class Trainer:
         given = [as_token_ids(answer, number, "answer") for number, answer in enumerate(answers)]
         with self.oom_advisor:
             return answer_logprobs(self.executor, LogprobsRequest(asked, given, batch_size, gather))
+
+    def _num_fitting_seqs(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], gather: Gather
+    ) -> int | None:
+        """Returns for how many of the longest sequences this rank has the memory; None if the cache of the
+        model is not known.
+        """
+        layers = self.analyzed.cached_layers
+        limits = [with_valid_fields(each).max_new_tokens for each in params]
+        longest = max((len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)), default=0) - 1
+        nbytes = kv_cache_nbytes(layers or (), self.plan, self.world.rank, 1, longest)
+        if nbytes <= 0:
+            return None
+        param_dtype = self.plan.job.precision.parameters
+        gathered = sum(
+            each.param.numel * each.param.itemsize(param_dtype)
+            for each in self.plan.rank_view(self.world.rank).param_shardings
+            if gather == "once" and each.is_stored_sharded
+        )
+        return max(0, available_nbytes(self.world.device) - gathered) // nbytes
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
