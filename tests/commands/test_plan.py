@@ -12,12 +12,12 @@ from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job import job
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 from meshwright.run.measure.profile_files import write_profile
-from tests.command_line import forget_ranks, invoke, lay_out
+from tests.command_line import LLAMA, SEQUENCE, forget_ranks, invoke, lay_out
 from tests.commands.test_predict import profile
 
 SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
@@ -87,6 +87,28 @@ def test_plan_says_what_was_chosen_and_why(
     code, out, _ = invoke(capsys, "plan", config)
     assert code == 0
     assert "auto chose 'one_shot' for 3 ranks, because 64 MiB takes" in " ".join(out.split())
+
+
+def test_plan_shows_the_memory_of_sequences_that_are_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forget_ranks(monkeypatch)
+    mesh, strategies = {"dp_replicate": 1, "tp": 2}, [{"name": "tensor_parallel"}]
+    config = lay_out(tmp_path, model={"source": "llama.json"}, strategies=strategies, mesh=mesh)
+    head_dim = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    expected = 2 * LLAMA["num_hidden_layers"] * 5 * SEQUENCE * head_dim * 4  # one head of keys, on both
+    code, out, err = invoke(capsys, "plan", config, "--max-num-seqs", "5")
+    assert code == 0, err
+    text = (
+        f"keys and values of 5 sequences of {SEQUENCE} tokens (generate): {format_nbytes(expected)} on rank"
+    )
+    assert text in " ".join(out.split())
+    code, out, _ = invoke(capsys, "plan", config, "--max-num-seqs", "5", "--hardware", "h100")
+    assert code == 0
+    assert "the device has memory for" in " ".join(out.split())
+    code, _, err = invoke(capsys, "plan", config, "--max-num-seqs", "0")
+    assert code != 0
+    assert "--max-num-seqs 0; needed is a whole number of at least 1" in " ".join(err.split())
 
 
 def test_a_config_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch):

@@ -301,6 +301,17 @@ def test_stages_send_hidden_states_and_tokens_alone():
     assert last == {"GENERATE": DIGEST + chosen + logprobs}
 
 
+def test_a_callback_costs_two_sums_per_forward():
+    rows = len(PROMPTS)
+    for found in answers_of("llama", LAYOUTS["pipeline"], use=sent, on_token=lambda index, token: None):
+        calls = (NEW + 1) * 16 + NEW * 16 * rows  # a sum sends as much over two ranks
+        told = {"GENERATE(model.layers.0)": rows * (max(map(len, PROMPTS)) + NEW - 1) * 48 * 8}
+        is_first = "GENERATE(model.layers.0)" in found
+        assert found == {"GENERATE": DIGEST + calls + (0 if is_first else rows * NEW * 24)} | (
+            told if is_first else {}
+        )
+
+
 def test_copies_send_answers_alone():
     for found in answers_of("llama", LAYOUTS["copies"], use=sent):
         assert found == {"GENERATE": 2 * DIGEST + answer_nbytes(2, 3)}

@@ -195,7 +195,7 @@ def _prompt_diagnostics(
     if empty:
         text = f"prompt {empty[0]} is empty{and_more(empty)}: there is nothing to continue"
         yield Diagnostic(text, "begin it with one token, such as that of the begin of a text", LOCATION)
-    vocab_size, positions = contextcontext_sizes(module)
+    vocab_size, positions = context_sizes(module)
     unknown = [number for number, prompt in enumerate(prompts) if vocab_size and _outside(prompt, vocab_size)]
     if unknown:
         ids = [token for token in prompts[unknown[0]] if not 0 <= token < vocab_size]

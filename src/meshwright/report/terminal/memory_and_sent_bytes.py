@@ -128,14 +128,10 @@ def kv_cache_text(
     by_rank = {rank: kv_cache_nbytes(cached_layers, plan, rank, num_seqs, num_tokens) for rank in ranks}
     rank = max(by_rank, key=by_rank.__getitem__)
     text = f"{head}: {format_nbytes(by_rank[rank])} on rank {rank}"
-    fitting = [
-        (memory - state_bytes(plan, rank).total) // (nbytes / num_seqs)
-        for rank, nbytes in by_rank.items()
-        if nbytes
-    ]
-    if not fitting or min(fitting) == inf:
+    if memory == inf or not by_rank[rank]:
         return text
-    fits = max(0, int(min(fitting)))
+    free = {rank: max(0, memory - state_bytes(plan, rank).total) for rank in ranks}
+    fits = min(int(free[rank] * num_seqs // nbytes) for rank, nbytes in by_rank.items() if nbytes)
     more = f"; the device has memory for {fits:,} beside the states"
     return f"{text}{more}: pass max_num_seqs={fits}" if 0 < fits < num_seqs else f"{text}{more}"
 
