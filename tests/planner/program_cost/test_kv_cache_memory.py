@@ -58,8 +58,6 @@ CASES = [
     ("llama", (Mesh(tp=5), None)),
     ("mixtral", STAGES),
     ("recurrent and attention", STAGES),
-    ("llama", (Mesh(pp=2, tp=3), None)),
-    ("llama", LAYOUTS["copies"]),
 ]
 
 

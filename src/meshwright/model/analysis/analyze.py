@@ -147,7 +147,9 @@ class AnalyzedModel:
         """
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         module, blocks, _ = self.make_module("cpu", TRIAL_DTYPE, mode)
-        return find_cached_layers(module, blocks, mode)
+        found = find_cached_layers(module, blocks, mode)
+        clear_fake_caches(module)
+        return found
 
     @cached_property
     def shard_check(self) -> SequenceShardCheck:
