@@ -155,9 +155,14 @@ def rollout(
     asked = [prompt for prompt in prompts for _ in range(config.num_generations)]
     seed = config.seed + trainer.steps_done  # other answers in each rollout, the same after a resume
     params = mw.SamplingParams(
-        config.max_completion_length, do_sample=True, seed=seed, stop_token_ids=config.stop_token_ids
+        config.max_completion_length,
+        n=config.num_generations,
+        do_sample=True,
+        seed=seed,
+        stop_token_ids=config.stop_token_ids,
     )
-    answers = trainer.generate(asked, params, batch_size=trainer.plan.micro_batch)
+    at_once = max(trainer.plan.micro_batch, config.num_generations)
+    answers = trainer.generate(prompts, params, max_num_seqs=at_once)
     completions = [answer.tokens for answer in answers]
     returned = list(reward_func(asked, completions))
     rewards = torch.tensor(returned, dtype=torch.float64, device=trainer.world.device)

@@ -108,7 +108,7 @@ def curve(trainer: mw.Trainer) -> list[float]:
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one device"])
 def test_rewards_are_the_same_on_any_ranks(mesh: str):
     (expected,) = on_ranks(mw.Mesh(), curve)
-    assert len(set(expected)) > 2
+    assert len(set(expected)) > 1
     for found in on_ranks(MESHES[mesh], curve):
         assert found == pytest.approx(expected, rel=0, abs=1e-10)
 

@@ -66,7 +66,7 @@ def test_prompts_are_refused(prompts: Any, text: str):
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    found = refusal([[]], replace(DRAWN, top_p=2.0, temperature=-1.0), batch_size=0, gather="never")
+    found = refusal([[]], replace(DRAWN, top_p=2.0, temperature=-1.0), max_num_seqs=0, gather="never")
     for part in (
         "top_p = 2.0",
         "temperature = -1.0",

@@ -199,8 +199,8 @@ def _prompt_diagnostics(
     unknown = [number for number, prompt in enumerate(prompts) if vocab_size and _outside(prompt, vocab_size)]
     if unknown:
         ids = [token for token in prompts[unknown[0]] if not 0 <= token < vocab_size]
-        text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the model "
-        yield Diagnostic(f"{text}has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
+        text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the "
+        yield Diagnostic(f"{text}model has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
     both = zip(prompts, params, strict=True)
     longer = [number for number, (ids, each) in enumerate(both) if len(ids) + each.max_new_tokens > positions]
     if positions and longer:

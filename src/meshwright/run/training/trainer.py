@@ -160,7 +160,6 @@ class Trainer:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         max_num_seqs: int = 8,
-        batch_size: int | None = None,
         gather: Gather = "once",
         tokenizer: Decoder | None = None,
         on_token: OnToken | None = None,
@@ -168,19 +167,18 @@ class Trainer:
         """Returns `n` answers to each of `prompts`, token ids, in order and on every rank; all ranks call it.
 
         `params` are those of all prompts, or of each. Ranks that have other samples in a step continue other
-        prompts, at most `max_num_seqs` sequences at once (`batch_size` is another name for it). Sharded
-        weights are gathered "once" before the first token, which needs memory for all weights of this rank's
-        stages, or each "block" in every forward. `tokenizer` makes text for `stop_strings`.
+        prompts, at most `max_num_seqs` sequences at once. Sharded weights are gathered "once" before the
+        first token, which needs memory for all weights of this rank's stages, or each "block" in every
+        forward. `tokenizer` makes text for `stop_strings`.
         `on_token(index, token)` is called with each token of answer `index` on the ranks that continue it;
         False ends the answer, and an error ends all ranks. Nothing is trained.
         """
         self.check_last_step()
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
         each = params_of_prompts(SamplingParams() if params is None else params, len(ids))
-        num_seqs = max_num_seqs if batch_size is None else batch_size
         decode = None if tokenizer is None else tokenizer.decode
         fitting = self._num_fitting_seqs(ids, each, gather)
-        request = GenerationRequest(ids, each, num_seqs, gather, decode, on_token, fitting)
+        request = GenerationRequest(ids, each, max_num_seqs, gather, decode, on_token, fitting)
         with self.oom_advisor:
             return generate(self.executor, request)
 
