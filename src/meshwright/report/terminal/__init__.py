@@ -2,6 +2,7 @@
 
 plan_overview                  a plan on one screen: mesh, data, memory, bytes sent, predicted step
 action_table                   a plan in full, with all its actions
+coded_messages                 what is sent as codes, where, and its bytes
 fold_repeated_lines            lines that repeat with other numbers as loops
 verdict_table                  the verdict of a verification as a table of errors, or of what was sent
 dtype_balance_staleness_notes  the dtype of each role, the sharding of sequences, and the staleness of weights

@@ -16,6 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
+from meshwright.report.terminal.coded_messages import coded_messages_text
 from meshwright.report.terminal.dtype_balance_staleness_notes import (
     batch_sums_text,
     precision_table,
@@ -153,6 +154,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **sequence_sharding_text(plan),
         **sharded_params_text(plan),
         **batch_sums_text(plan),
+        **coded_messages_text(plan),
         **staleness_text(plan),
         **rounds_text(plan),
         **servers_text(plan),
@@ -243,25 +245,27 @@ def _carrier_text(transfer: Transfer) -> str:
     return f"as {', '.join(messages)}" if transfer.carried_by else transfer.algorithm
 
 
+def _transfer_texts(run: list[Action]) -> Iterator[str]:
+    """Yields what the actions of a run send or copy, with the bytes of all that is sent alike."""
+    copied, within = "reads and writes" if run[0].stream == "host" else "copies", " inside the block"
+    nbytes: dict[tuple[str, str], int] = {}
+    for transfer in (each for action in run for each in action.transfers):
+        key = copied, ""
+        if transfer.messages:
+            carried = f"over {', '.join(transfer.axes)} ({_carrier_text(transfer)})"
+            key = transfer.collective, f" {transfer.dtype} {carried}{'' if run[0].transfer else within}"
+        nbytes[key] = nbytes.get(key, 0) + transfer.nbytes
+    for (what, how), number in nbytes.items():
+        yield f"{what} {format_nbytes(number)}{how}"
+
+
 def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
     text = KIND_TEXTS.get(first.kind, "")  # a strategy that is not of this library brings kinds of its own
     if text:
         yield f"{text} {blocks}" if first.kind in PARAM_USE_KINDS else text
-    for move in first.transfers[:1]:
-        nbytes, within = (
-            sum(each.nbytes for action in run for each in action.transfers),
-            "" if first.transfer else " inside the block",
-        )
-        if not move.messages:
-            yield f"{'reads and writes' if first.stream == 'host' else 'copies'} {format_nbytes(nbytes)}"
-            continue
-        yield (
-            f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
-            f"{', '.join(move.axes)} "
-            f"({_carrier_text(move)}){within}"
-        )
+    yield from _transfer_texts(run)
     flops = sum(action.flops for action in run)
     holds = [hold for action in run for hold in action.allocations]
     # a buffer is allocated once for all of them
