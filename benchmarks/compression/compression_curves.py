@@ -34,7 +34,8 @@ from meshwright.plan.job.job import EvalConfig, Job, LRScheduleConfig, Optimizer
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.resolve_config import open_request, plan_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
+from meshwright.run.config.config_and_plan_files import PlanRequest
+from meshwright.run.config.strategy_tables import strategies_from_tables
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.loss_curves import NUM_SEEDS, CurveVerdict, LossCurve
 

@@ -1,12 +1,17 @@
 """The example codec, one file outside of the library: its error, its bytes, its sums under any sharding."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 import torch
 
 import meshwright as mw
+from examples import ternary_gradients as example
 from examples.ternary_gradients import TernaryCompression
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
+from tests.command_line import checkpoint, forget_ranks, invoke, lay_out
 from tests.tiny_model import analyzed_model, case_of, first_of, tiny_job, verdict_of
 
 ANALYZED = analyzed_model()
@@ -77,3 +82,26 @@ def test_codes_that_say_something_else_are_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TernaryCompression, "decode_sum", halved)
     plan = planned(mw.Mesh(dp_replicate=3), mw.BatchSplit(), mw.DDP(), TernaryCompression())
     assert first_of(verdict_of(case_of(ANALYZED, plan), 1))[1] == "sum of codes"
+
+
+def test_a_config_names_it_by_its_file_for_plan_verify_and_two_processes(
+    tmp_path, capsys, monkeypatch, forks
+):
+    forget_ranks(monkeypatch)
+    codec = tmp_path / "ternary.py"
+    codec.write_bytes(Path(example.__file__).read_bytes())
+    named = {"name": "compress", "source": "ternary.py:TernaryCompression", "min_numel": 16}
+    config = lay_out(tmp_path, strategies=[{"name": "batch_split"}, {"name": "ddp"}, named])
+    code, out, err = invoke(capsys, "plan", config, "--out", tmp_path / "plan.toml")
+    assert (code, err) == (0, "")
+    assert "ternary: all_reduce over dp_replicate in REDUCE" in " ".join(out.split())
+    written = tomllib.loads((tmp_path / "plan.toml").read_text())["strategies"]
+    assert written[2]["source"] == f"{codec}:TernaryCompression"
+    code, out, err = invoke(capsys, "verify", config, "--steps", 2)
+    assert (code, err) == (0, ""), out
+    code, out, err = forks("train", tmp_path / "plan.toml", "--train.steps", 2)
+    assert (code, err) == (0, ""), out
+    assert checkpoint(tmp_path / "run", 2).is_dir()
+    codec.write_text(codec.read_text().replace("clamp_(-1, 1)", "clamp_(0, 1)"))
+    code, _, err = invoke(capsys, "plan", tmp_path / "plan.toml")
+    assert (code, "plan_hash is" in err) == (2, True), "another codec is another plan"

@@ -15,6 +15,7 @@ from meshwright.plan.hardware.memory_tiers import ON_DEVICE
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job, OptimizerConfig
+from meshwright.plan.job.python_file import source_digest
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
 from meshwright.plan.role_programs import all_roles, role_of_view
@@ -114,7 +115,7 @@ class Plan:
         raise_diagnostics(diagnostics)
         micro_batch = micro_batch or job.train.batch // sharding.num_data
         sharding = replace(sharding, align_numel=_align_numel(align_bytes, job, model_spec))
-        file_digests = tuple(strategy.file_digests() for strategy in ordered)
+        file_digests = tuple((*_own_digest(each), *each.file_digests()) for each in ordered)
         return Plan(
             job,
             run,
@@ -392,6 +393,12 @@ class RankPlan(Plan):
             raise_diagnostics(state_diagnostics(name, specs, self.view))
             found |= {name: specs} if specs else {}
         return found
+
+
+def _own_digest(strategy: Strategy) -> tuple[tuple[str, str], ...]:
+    """Returns the digest of the file of a technique that a config names by its file."""
+    digest = source_digest(type(strategy))
+    return (("source", digest),) if digest else ()
 
 
 def _align_numel(align_bytes: int, job: Job, model_spec: ModelSpec) -> int:

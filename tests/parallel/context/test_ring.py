@@ -24,7 +24,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.run.config.config_and_plan_files import strategies_from_tables
+from meshwright.run.config.strategy_tables import strategies_from_tables
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
 from tests.parallel.tensor.odd_llama import analyzed_llama

@@ -18,7 +18,7 @@ from meshwright.model.hf.tokenizer_files import own_tokenizer
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.run.config.config_and_plan_files import absolute_source
+from meshwright.run.config.source_paths import absolute_source
 
 MAX_SEQUENCE = 512
 WIDTH = 88

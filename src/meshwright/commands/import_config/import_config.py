@@ -27,7 +27,7 @@ from meshwright.commands.import_config.option_rules import (
     flatten,
 )
 from meshwright.plan.job.errors import PlanError, refuse_write_errors, suggest_name
-from meshwright.run.config.config_and_plan_files import absolute_source
+from meshwright.run.config.source_paths import absolute_source
 
 FORMATS: Mapping[str, Rules] = {
     "deepspeed": deepspeed.RULES,

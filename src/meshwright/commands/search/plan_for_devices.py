@@ -31,7 +31,8 @@ from meshwright.report.search.search_result import config_text, data_parallel_re
 from meshwright.report.terminal.memory_and_sent_bytes import fullest_rank
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.resolve_config import OpenedRequest, open_valid_request, plan_request
-from meshwright.run.config.config_and_plan_files import PlanRequest, strategies_from_tables
+from meshwright.run.config.config_and_plan_files import PlanRequest
+from meshwright.run.config.strategy_tables import strategies_from_tables
 
 NUM_TRIED = 8
 WHOLE_EXPERTS = {"ep": 1, "expert_tp": 1}  # sizes of a search that gives each rank all experts

@@ -62,7 +62,7 @@ from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
 from meshwright.report.search.model_fit import model_fit_rows, model_fit_table
 from meshwright.report.search.search_result import SearchAlternatives, result_row, search_dict
 from meshwright.report.search.search_result import search_view as result_view
-from meshwright.run.config.config_and_plan_files import absolute_source
+from meshwright.run.config.source_paths import absolute_source
 
 FIT_NAMES = (*FIT_QUANTITIES, "model")
 

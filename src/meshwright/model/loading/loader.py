@@ -11,14 +11,10 @@ loaded.
 """
 
 import copy
-import importlib.util
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +43,7 @@ from meshwright.model.loading.pretrained_weights import find_weights
 from meshwright.model.tensor_parallel.layer_roles import check_roles, find_layer_roles
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.job.python_file import folder_on_path, import_file
 
 SOURCE_KEY = "model.source"
 
@@ -336,8 +333,7 @@ def _import_factory(path: Path, function: str) -> Callable[[], nn.Module | Model
             fix="give the path of a Python file: file.py:factory",
             location=SOURCE_KEY,
         )
-    with _folder_on_path(path):
-        module = _import_file(path)
+    module = _import_file(path)
     if not callable(vars(module).get(function)):
         functions = [
             name
@@ -352,41 +348,19 @@ def _import_factory(path: Path, function: str) -> Callable[[], nn.Module | Model
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SOURCE_KEY)
 
     def factory() -> nn.Module | Model:
-        with _folder_on_path(path):  # the factory may import its neighbours when it is called
+        with folder_on_path(path):  # the factory may import its neighbours when it is called
             return vars(module)[function]()
 
     return factory
 
 
 def _import_file(path: Path) -> ModuleType:
-    name = f"_meshwright_model_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise PlanError(
-            f"{path} cannot be imported",
-            fix="give the path of a Python file: file.py:factory",
-            location=SOURCE_KEY,
-        )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the module that they are defined in
     try:
-        spec.loader.exec_module(module)
+        return import_file(path, "model")
     except Exception as error:
-        del sys.modules[name]
         fix = suggest_fix(
             error, "correct the file (the traceback above is its own); it must import without side effects"
         )
         raise PlanError(
             f"importing {path} raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
         ) from error
-    return module
-
-
-@contextmanager
-def _folder_on_path(path: Path) -> Iterator[None]:
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)

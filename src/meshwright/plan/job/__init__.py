@@ -9,6 +9,7 @@ Modules:
     job                        Job and its tables: optimizer, lr_schedule, training, evaluation, loss guard
     model_config               ModelConfig: where the model and its initial weights come from
     precision                  a dtype per role
+    python_file                imports a file that a config names: file.py:name
     checkpoint_logging_config  RunConfig: options of a run that change no result
     timeouts                   WaitLimits: how long one wait for another rank may last, by phase
 """

@@ -13,7 +13,7 @@ resolve.
     dp_replicate = -1
 
     [[strategies]]                       one table per strategy: its name and its fields
-    name = "ddp"
+    name = "ddp"                         (strategy_tables.py)
 
 A file without `strategies` uses the default strategies of its mesh; `strategies = []` uses none. A plan file
 adds its format and version, `plan_hash`, and the `meshwright` that wrote it. All diagnostics of a file and of
@@ -36,7 +36,6 @@ An override changes the document before anything is checked, so the command line
 file.
 """
 
-import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +47,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.job.data_config import BYTES
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -57,12 +55,18 @@ from meshwright.plan.job.errors import (
     refuse_special_files,
     suggest_name,
 )
-from meshwright.plan.job.field_constraints import field_diagnostics, without_wrong_values
+from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.file_format import PLAN
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
-from meshwright.plan.strategy_compatibility import suggest_strategy
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.config.source_paths import (
+    resolve_source,
+    search_folders,
+    with_absolute_files,
+    with_absolute_sources,
+)
+from meshwright.run.config.strategy_tables import StrategyTable, read_strategies
 from meshwright.run.config.toml_validation import SchemaCheck
 
 
@@ -177,8 +181,6 @@ def _name(item: Any, otherwise: str) -> str:
     return item["name"] if isinstance(item, dict) and isinstance(item.get("name"), str) else otherwise
 
 
-StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
-FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a string of a strategy that names a file
 EXTRA_KEYS = ("plan_hash", "meshwright")  # written by a plan file
 
 
@@ -226,7 +228,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         **dict.fromkeys(EXTRA_KEYS, str),
     }
     check = SchemaCheck(str(path), overridden, tables, diagnostics)
-    chosen, wrong = _strategies(document.pop("strategies", None), strategies, check, path.parent)
+    chosen, wrong = read_strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
         check.add_unknown_key(key, (*hints, "strategies"), (key,))
     values = {
@@ -236,11 +238,11 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
     raise_diagnostics([*diagnostics, *_field_diagnostics(values), *wrong] if diagnostics else ())
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
-    places = _search_folders(path.parent, is_override=("cluster",) in overridden)
-    cluster = _resolve_source(values.get("cluster", ""), places)
-    run = _with_absolute_files(values.get("run", RunConfig()), path.parent, overridden)
+    places = search_folders(path.parent, is_override=("cluster",) in overridden)
+    cluster = resolve_source(values.get("cluster", ""), places)
+    run = with_absolute_files(values.get("run", RunConfig()), path.parent, overridden)
     return PlanRequest(
-        job=_with_absolute_sources(job, path.parent, overridden),
+        job=with_absolute_sources(job, path.parent, overridden),
         run=run if run.cluster or not run.hardware else replace(run, cluster=cluster),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
@@ -309,127 +311,3 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
         fix=fix,
         location=f"{path}:{line}",
     )
-
-
-def strategies_from_tables(
-    tables: Sequence[Mapping[str, Any]], strategies: StrategyTable
-) -> tuple[Strategy, ...]:
-    """Returns the strategies that tables of a config describe. Raises PlanError with all diagnostics."""
-    diagnostics: list[Diagnostic] = []
-    chosen, wrong = _strategies(tables, strategies, SchemaCheck("", diagnostics=diagnostics), Path())
-    raise_diagnostics([*diagnostics, *wrong])
-    return chosen or ()
-
-
-def _strategies(
-    listed: Any, known: StrategyTable, check: SchemaCheck, folder: Path
-) -> tuple[tuple[Strategy, ...] | None, list[Diagnostic]]:
-    """The strategies, with defaults in place of wrong values, and the diagnostics of these."""
-    if listed is None:
-        return None, []
-    path = ("strategies",)
-    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
-        fix = '[[strategies]] in double brackets, then name = "ddp"; one such table for each technique'
-        check.diagnostics.append(
-            Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
-        )
-        return None, []
-    chosen, wrong = [], list[Diagnostic]()
-    for i, table in enumerate(listed):
-        name = table.get("name")
-        if not isinstance(name, str):
-            text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
-            check.diagnostics.append(
-                Diagnostic(
-                    text,
-                    f'write name = "...": {suggest_name("", known)}',
-                    check.describe_path((*path, str(i), "name")),
-                )
-            )
-        elif name not in known:
-            check.diagnostics.append(
-                Diagnostic(
-                    f"there is no strategy '{name}'",
-                    suggest_strategy(name, known),
-                    check.describe_path((*path, str(i), "name")),
-                )
-            )
-        else:
-            keys = {("strategies", name, key) for key in table}
-            places = _search_folders(folder, is_override=not check.overridden.isdisjoint(keys))
-            modes = known[name]
-            mode = table.get("mode", next(iter(modes))) if len(modes) > 1 else ""
-            if mode not in modes and len(modes) > 1:
-                check.diagnostics.append(
-                    Diagnostic(
-                        f"mode = {mode!r}; '{name}' has the modes {', '.join(modes)}",
-                        suggest_name(str(mode), modes),
-                        check.describe_path((*path, name, "mode")),
-                    )
-                )
-                continue
-            chooses = ("name", "mode") if len(modes) > 1 else ("name",)
-            values = {key: _file(value, places) for key, value in table.items() if key not in chooses}
-            strategy_class = modes[mode] if len(modes) > 1 else next(iter(modes.values()))
-            values, found = without_wrong_values(strategy_class, values, f"strategies.{name}")
-            wrong += found
-            for key, fix in strategy_class.removed_keys.items():
-                if values.pop(key, None) is not None:
-                    where = check.describe_path((*path, name, key))
-                    check.diagnostics.append(Diagnostic(f"'{name}' has no key '{key}' any more", fix, where))
-            chosen.append(check.convert(values, strategy_class, (*path, name)))
-    return tuple(chosen), wrong
-
-
-def _file(value: Any, folders: Sequence[Path]) -> Any:
-    return _resolve_source(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
-
-
-def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[str, ...]]) -> Job:
-    def resolve_source(table: str, source: str) -> str:
-        typed = (table, "source") in overridden or (table,) in overridden
-        return _resolve_source(source, _search_folders(folder, is_override=typed))
-
-    weights = resolve_source("model", job.model.weights)
-    model = replace(job.model, source=resolve_source("model", job.model.source) or weights, weights=weights)
-    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
-    if tokenizer != BYTES:
-        tokenizer = _resolve_source(tokenizer, _search_folders(folder, is_override=typed))
-    mixture = tuple(replace(part, source=resolve_source("data", part.source)) for part in data.mixture)
-    where = data.source if data.source == "example" else resolve_source("data", data.source)
-    data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
-    evaluate = job.evaluate
-    if evaluate.source not in ("", "example"):
-        evaluate = replace(evaluate, source=resolve_source("evaluate", evaluate.source))
-    return replace(job, model=model, data=data, evaluate=evaluate)
-
-
-def _with_absolute_files(run: RunConfig, folder: Path, overridden: frozenset[tuple[str, ...]]) -> RunConfig:
-    places = {
-        key: _search_folders(folder, is_override=("run", key) in overridden)
-        for key in ("hardware", "cluster")
-    }
-    hardware, cluster = (_resolve_source(vars(run)[key], where) for key, where in places.items())
-    return replace(run, hardware=hardware, cluster=cluster)
-
-
-def _search_folders(folder: Path, *, is_override: bool) -> tuple[Path, Path]:
-    return (Path.cwd(), folder) if is_override else (folder, Path.cwd())
-
-
-def absolute_source(source: str) -> str:
-    """Returns `source` (a path, or path:factory) as an absolute path if it exists here; else unchanged."""
-    return _resolve_source(source, (Path.cwd(),))
-
-
-def _resolve_source(source: str, folders: Sequence[Path]) -> str:
-    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
-    when in none.
-    """
-    head, colon, factory = source.rpartition(":")
-    for folder in folders:
-        for name, tail in ((source, ""), (head, colon + factory)):
-            # Path.exists raises for strings that cannot be paths.
-            if name and os.path.exists(folder / name):
-                return os.path.abspath(folder / name) + tail
-    return source

@@ -15,6 +15,8 @@ import tomli_w
 
 from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.plan.job.file_format import PLAN
+from meshwright.plan.job.python_file import source_of
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.config.config_and_plan_files import PlanRequest
 
 PLAN_FILE = "plan.toml"  # its name in a run folder
@@ -52,9 +54,15 @@ def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     document |= {"run": _to_plain_values(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
         document["strategies"] = [
-            strategy.as_dict() | _to_plain_values(strategy) for strategy in request.strategies
+            _named(strategy) | _to_plain_values(strategy) for strategy in request.strategies
         ]
     return document
+
+
+def _named(strategy: Strategy) -> dict[str, Any]:
+    """Returns a strategy as a table, with the file of one of a user's own."""
+    source = source_of(type(strategy))
+    return {**({"source": source} if source else {}), **strategy.as_dict()}
 
 
 def _to_plain_values(value: Any) -> Any:
