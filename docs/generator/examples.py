@@ -13,8 +13,10 @@ from typing import Any, get_args, get_type_hints
 from docs.generator.cli_page import commands
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import Diagnostic, collect_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.config.strategy_tables import strategies_from_tables
 
 ROOT = Path(__file__).parents[2]
 PATTERNS = (
@@ -85,14 +87,24 @@ def config_problems(config: dict[str, Any]) -> Iterator[str]:
     for name, given in config.items():
         if name == "strategies":
             for one in given:
-                modes = STRATEGIES.get(one["name"], {})
-                keys = {field.name for strategy in modes.values() for field in fields(strategy)}
-                keys |= {"name", "mode"}
-                yield from (f"strategy {one['name']}: {key}" for key in one if not modes or key not in keys)
+                yield from (f"strategy {one['name']}: {problem}" for problem in _strategy_problems(one))
         elif name in TABLES:
             yield from (f"{name}.{key}" for key in _unknown_keys(TABLES[name], given))
         elif name not in ("micro_batch", "cluster"):
             yield name
+
+
+def _strategy_problems(table: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys of a strategy that do not exist, or what is wrong with one of a file in examples/."""
+    if "source" in table:
+        source = str(ROOT / "examples" / table["source"])
+        found = list[Diagnostic]()
+        collect_diagnostics(found, strategies_from_tables, [{**table, "source": source}], STRATEGIES)
+        yield from map(str, found)
+        return
+    modes = STRATEGIES.get(table["name"], {})
+    keys = {field.name for strategy in modes.values() for field in fields(strategy)} | {"name", "mode"}
+    yield from (key for key in table if not modes or key not in keys)
 
 
 def _key_exists(path: list[str]) -> bool:
