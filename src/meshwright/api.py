@@ -29,7 +29,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
-from meshwright.model.analysis.find_model_loss import find_model_loss
+from meshwright.model.analysis.find_model_loss import LabelledForward, run_with_labels
 from meshwright.model.analysis.plan_for_model import plan_for_model
 from meshwright.model.loading.loader import LoadedModel, Model, load_factory, load_module, with_weights
 from meshwright.model.loss.as_batch import parse_batch
@@ -110,8 +110,9 @@ def analyze_loaded(
     example = parse_batch(example_batch, loaded.deferred_init.forward_parameters, targets)
     if example.constants:
         loaded = replace(loaded, deferred_init=loaded.deferred_init.with_constants(example.constants))
-    stated = stated or find_model_loss(loaded, example.tensors) or token_cross_entropy()
-    analyzed = analyze_model(loaded, stated.prepare(example.tensors), stated)
+    labelled = LabelledForward() if stated else run_with_labels(loaded, example.tensors)
+    stated = stated or labelled.loss or token_cross_entropy()
+    analyzed = analyze_model(loaded, stated.prepare(example.tensors), stated, labelled.resized)
     return replace(analyzed, constants=example.constants)
 
 

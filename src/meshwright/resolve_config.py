@@ -22,7 +22,7 @@ from meshwright.device.platforms import CPU
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
-from meshwright.model.analysis.find_model_loss import find_model_loss
+from meshwright.model.analysis.find_model_loss import LabelledForward, run_with_labels
 from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE, plan_for_model
 from meshwright.model.hf.hub import pin_revision
 from meshwright.model.hf.model_from_config import text_limits
@@ -199,9 +199,14 @@ class OpenedRequest:
         return self.loaded.example or self.dataset.batch([0])
 
     @cached_property
+    def labelled(self) -> LabelledForward:
+        """The forward that tells the loss which the model computes itself."""
+        return run_labelled(self.loaded, self.example)
+
+    @cached_property
     def loss(self) -> Loss:
         """The loss of the run. Raises PlanError if no sample has a token that counts."""
-        loss = choose_loss(self.loaded, self.example, self.job.data)
+        loss = choose_loss(self.loaded, self.labelled.loss, self.job.data)
         data = self.dataset
         if isinstance(data, ExampleDataset):
             batch = loss.prepare(data.batch(range(len(data))))
@@ -212,7 +217,8 @@ class OpenedRequest:
     @cached_property
     def analyzed(self) -> AnalyzedModel:
         """The analysis of the model with its loss."""
-        return read_model(self.loaded, self.loss.prepare(self.example), self.loss)
+        example, loss = self.loss.prepare(self.example), self.loss
+        return read_model(self.loaded, example, loss, self.labelled.resized)
 
     def prepared(self, data: DatasetT) -> DatasetT | ExampleDataset:
         """Returns `data` as the model and the loss read it."""
@@ -372,14 +378,19 @@ def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tens
     return {"input_ids": tokens, "labels": tokens}
 
 
-def choose_loss(loaded: LoadedModel, example: Mapping[str, torch.Tensor], source: DataConfig) -> Loss:
-    """Returns the loss of a factory; if it has none, the one that the model computes itself.
+def run_labelled(loaded: LoadedModel, example: Mapping[str, torch.Tensor]) -> LabelledForward:
+    """Returns the forward with labels that tells the loss of the model; nothing if its factory states one."""
+    return run_with_labels(loaded, example) if loaded.loss is None else LabelledForward()
+
+
+def choose_loss(loaded: LoadedModel, own: Loss | None, source: DataConfig) -> Loss:
+    """Returns the loss of a factory; if it has none, `own`, the one that the model computes itself.
 
     Texts are read as samples whose labels are the next tokens. Raises PlanError for a loss that is no Loss,
     and for a model whose own loss does not predict the next token of a text.
     """
     given, is_text = as_loss(loaded.loss), source.source != EXAMPLE_SOURCE
-    loss = given or find_model_loss(loaded, example)
+    loss = given or own
     if is_text and given is None and loss is not None and not loss.shifts_labels:
         text = f"the labels of texts are the next tokens, and {loaded.name} predicts something else"
         fix = (

@@ -28,7 +28,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
-from meshwright.resolve_config import choose_loss, zero_tokens
+from meshwright.resolve_config import choose_loss, run_labelled, zero_tokens
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 
 
@@ -65,8 +65,9 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     raise_diagnostics(diagnostics_in("model", request.job_diagnostics))
     loaded = load_model(job.model, job.train.seed)
     example = loaded.example or zero_tokens(loaded, job.data)
-    loss = choose_loss(loaded, example, job.data)
-    found = make_model_report(loaded, loss.prepare(example), loss)
+    labelled = run_labelled(loaded, example)
+    loss = choose_loss(loaded, labelled.loss, job.data)
+    found = make_model_report(loaded, loss.prepare(example), loss, labelled.resized)
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)
     sharding, asked, diagnostics = _place_strategies(found.analyzed, request)

@@ -173,20 +173,33 @@ def test_families_that_mix_tokens_are_named(name: str, message: str):
     assert reasons_not_sequence_parallel(family(name))[0].startswith(message)
 
 
-def test_what_two_lengths_refuse_alike_is_not_tried_with_a_third():
+class Reading(Layers):
+    """A model whose glue reads values."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(input_ids))
+        return self.head(x if x.sum() > 0 else x * 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "count"),
+    [(MORE["gemma2"], 1), (lambda: Reading(ALONE["attention"]), 2)],
+    ids=["attention of another kind", "values"],
+)
+def test_what_two_lengths_refuse_alike_is_not_tried_with_a_third(build: Callable[[], nn.Module], count: int):
     lengths: list[int] = []
 
-    def build() -> nn.Module:
-        module = MORE["gemma2"]()
+    def counted() -> nn.Module:
+        module = build()
         module.register_forward_pre_hook(
             lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
         return module
 
-    analyzed = analyze(build, batches("llama", 1)[0])
+    analyzed = analyze(counted, batches("llama", 1)[0])
     lengths.clear()
     assert reasons_not_sequence_parallel(analyzed.sequence_info)
-    assert len(set(lengths)) == len(lengths) == 2
+    assert len(set(lengths)) == len(lengths) == count
 
 
 def test_a_model_without_sdpa_attends_by_the_same_interface_where_it_needs_no_more_than_torch_has():
@@ -366,11 +379,6 @@ def test_a_model_of_one_fixed_sequence_length_is_reported():
 
 
 def test_a_forward_that_reads_token_values_is_reported():
-    class Reading(Layers):
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            x = self.layers[0](self.embed(input_ids))
-            return self.head(x if x.sum() > 0 else x * 2)
-
     tokens = tokens_of(lambda: Reading(ALONE["attention"]))
     assert set(reasons_not_sequence_parallel(tokens)) == {
         "its forward reads tensor values, so its operations on tokens cannot be determined in advance"

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.model.analysis.find_model_loss import find_loss_inputs
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.analysis.record_model import record_model, run_trials
+from meshwright.model.analysis.repeated_forward import ResizedForward
 from meshwright.model.analysis.sharding_trials import (
     find_sequence_info,
     get_blocks,
@@ -46,6 +47,7 @@ from meshwright.model.recording.forward_recording import Recording
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_rng import DrawSites
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
+from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensor_parallel.residual_stream_trace import trace_residual_stream
@@ -88,7 +90,8 @@ class AnalyzedModel:
     side channel, `unused_params` the trainable parameters that the trial did not use, `table_uses` the
     operations that couple all samples of a batch, and `untracked_write_lines` the source lines where glue may
     write to memory that no hook sees. `constants` are passed to every forward. `equal_block_calls`
-    names, for a block call that computes the same as one before it, the first of these.
+    names, for a block call that computes the same as one before it, the first of these; `on_two_lengths`
+    holds the block calls that compute the same on two lengths.
     """
 
     deferred_init: DeferredInit
@@ -107,6 +110,7 @@ class AnalyzedModel:
     untracked_write_lines: tuple[str, ...] = ()
     constants: Mapping[str, object] = field(default_factory=dict)
     equal_block_calls: Mapping[str, str] = field(default_factory=dict)
+    on_two_lengths: Mapping[str, BlockOnTwoLengths] = field(default_factory=dict, repr=False, compare=False)
 
     def for_example(self, example: Example) -> "AnalyzedModel":
         """Returns the analysis of the same model for batches like `example`, whose sequences have another
@@ -137,6 +141,7 @@ class AnalyzedModel:
             targets,
             self.loss,
             self.equal_block_calls,
+            self.on_two_lengths,
         )
 
     @cached_property
@@ -238,11 +243,13 @@ def analyze(
     loaded_model: LoadedModel,
     example: Example,
     loss: Loss,
+    resized: ResizedForward | None = None,
 ) -> AnalyzedModel:
     """Returns the analysis of the model that `loaded_model` builds, from a trial forward on samples like
     `example`.
 
-    `example` is prepared for `loss` (`Loss.prepare`), which tells which outputs are used. Raises PlanError if
+    `example` is prepared for `loss` (`Loss.prepare`), which tells which outputs are used; `resized` is the
+    forward that told the loss, if one did (`run_with_labels`). Raises PlanError if
     the forward fails on the example, if a tensor bypasses the boundary of a block, if gradients are taken
     between blocks, or if the model draws random numbers that cannot be reproduced.
     """
@@ -257,13 +264,15 @@ def analyze(
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
-    run = partial(run_trials, plan, module, inputs=inputs, find_loss_inputs=find_inputs, layers=roles)
-    findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
+    run = partial(
+        run_trials, plan, module, inputs=inputs, find_loss_inputs=find_inputs, layers=roles, resized=resized
+    )
+    findings, trial, block_calls, sites, outputs, on_two_lengths = run(names, whole_batch=other)
     _check_declared(loaded_model.blocks or (), findings.block_calls)
     # the forwards of the blocks are never called: the model calls their submodules
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
-        findings, trial, block_calls, sites, outputs = run(names, whole_batch=other)
+        findings, trial, block_calls, sites, outputs, on_two_lengths = run(names, whole_batch=other)
     check_is_sum(loss, example_samples, trial.outputs)
     recorded = RecordedBlocks(trial.recording, block_calls, findings.feature_flow)
     try_splits = partial(try_splits_on_slices, plan, recorded, inputs)
@@ -300,6 +309,7 @@ def analyze(
         table_uses=tuple(findings.table_uses),
         untracked_write_lines=tuple(findings.untracked_write_lines),
         equal_block_calls=block_calls.equal_calls,
+        on_two_lengths=on_two_lengths,
     )
 
 

@@ -40,7 +40,7 @@ from meshwright.model.blocks.block_forward_backward import (
     backward_from,
 )
 from meshwright.model.loss.loss_definition import Loss
-from meshwright.model.rng.stateless_dropout import record_draw_sites
+from meshwright.model.rng.stateless_dropout import repeat_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.trial.accelerator_autocast import trial_autocast
@@ -142,7 +142,7 @@ class _MemoryMeasurement:
         try:
             with tracker, self._op_counter:
                 with (
-                    record_draw_sites(rng, self._num_samples),
+                    repeat_draw_sites(rng, self._num_samples),
                     trial_norms(self._trial.device_type),
                     self._autocast(),
                     self._op_counter.section("glue"),

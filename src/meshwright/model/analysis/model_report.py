@@ -13,6 +13,7 @@ from math import prod
 from torch import nn
 
 from meshwright.model.analysis.analyze import AnalyzedModel, Example, analyze
+from meshwright.model.analysis.repeated_forward import ResizedForward
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks
 from meshwright.model.hf.declared_tp_plan import attention_implementation
 from meshwright.model.loading.loader import LoadedModel
@@ -85,16 +86,17 @@ def make_model_report(
     loaded_model: LoadedModel,
     example: Example,
     loss: Loss,
+    resized: ResizedForward | None = None,
 ) -> ModelReport:
     """Returns the report of the model that `loaded_model` builds; a failed trial is among the diagnostics.
 
-    `example` and `loss` are those of `analyze`.
+    The arguments are those of `analyze`.
     """
     module = loaded_model.deferred_init.instantiate()
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     analyzed, diagnostics = None, ()
     try:
-        analyzed = analyze(loaded_model, example, loss)
+        analyzed = analyze(loaded_model, example, loss, resized)
     except PlanError as error:
         diagnostics = error.diagnostics
     logical = loaded_model.deferred_init.logical_params

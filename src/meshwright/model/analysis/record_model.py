@@ -1,29 +1,35 @@
 """Records the forwards of a model that its analysis reads.
 
     PROBE_BATCH samples           what `read_trial` and the residual stream read
-    SECOND_BATCH_SIZE samples     on a fresh module: which dims are those of samples, and what varies
+    another number of them        on a fresh module: which dims are those of samples, and what varies
 
-Both run on fake tensors; a model whose forward reads values of tensors is made in full for them, on the CPU.
+The second is the forward with labels that told the loss (find_model_loss.py), if it computes the same but for
+its sizes: it also has other lengths. Otherwise one on SECOND_BATCH_SIZE samples runs. All run on fake
+tensors; a model whose forward reads values of tensors is made in full for them, on the CPU.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
-from meshwright.model.analysis.repeated_forward import RepeatedForward, same_but_for_batch_size
+from meshwright.model.analysis.repeated_forward import RepeatedForward, ResizedForward, same_but_for_sizes
 from meshwright.model.analysis.sharding_trials import get_blocks, repeat_samples
 from meshwright.model.blocks.recorded_block_calls import EqualBlocksOnce, RecordedBlockCalls
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
-from meshwright.model.recording.forward_recording import Recording
-from meshwright.model.recording.model_operations import block_operations, model_operations
+from meshwright.model.loss.loss_inputs import distinct_tensors
+from meshwright.model.recording.forward_recording import Recording, TensorRecord
+from meshwright.model.recording.model_operations import Operation, block_operations, model_operations
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
+from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths, takes_number
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.pytree import named_tensors
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     RecordedTrial,
@@ -37,9 +43,20 @@ from meshwright.plan.model_spec.model_spec import BatchTensor
 
 Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5
-# findings, their trial, its block calls, draw sites, and the outputs that the loss reads
-TrialResult = tuple[TrialFindings, RecordedTrial, RecordedBlockCalls, DrawSites, tuple[BatchTensor, ...]]
 FindLossInputs = Callable[[RecordedTrial, RecordedTrial | None], tuple[BatchTensor, ...]]
+
+
+class TrialResult(NamedTuple):
+    """The findings of a trial, its block calls and draw sites, the outputs that the loss reads, and the block
+    calls that compute the same on two lengths.
+    """
+
+    findings: TrialFindings
+    trial: RecordedTrial
+    block_calls: RecordedBlockCalls
+    sites: DrawSites
+    outputs: tuple[BatchTensor, ...]
+    on_two_lengths: Mapping[str, BlockOnTwoLengths]
 
 
 def record_model(loaded_model: LoadedModel, block_names: tuple[str, ...], inputs: Example) -> Recording:
@@ -63,8 +80,10 @@ def run_trials(
     layers: Mapping[str, str],
     *,
     whole_batch: bool,
+    resized: ResizedForward | None,
 ) -> TrialResult:
-    """Records a forward of a module like `module`, and one of another on more samples.
+    """Records a forward of a module like `module`, and one of another on more samples, unless `resized` is
+    one.
 
     The second size separates the batch dim from other dims of the same size; it also shows whether the
     forward computes the same when it runs again. Of equal block calls only the first runs there, unless
@@ -77,6 +96,12 @@ def run_trials(
     block_calls = RecordedBlockCalls.read(trial.recording, located, get_blocks(module, names))
     draws, larger, sources = bool(sites.layouts), None, ()
     has_graphs = whole_batch or any(graph.shapes for graph in trial.output_graphs)
+    same = None if resized is None or has_graphs else _find_same(resized, first, trial, located, names, sites)
+    if resized is not None and same is not None:
+        check_outputs_need_grad(trial.outputs)
+        outputs = find_loss_inputs(trial, None)
+        on_two_lengths = _blocks_on_two_lengths(resized, zip(located, same, strict=True), block_calls)
+        return TrialResult(read_trial(trial.recording), trial, block_calls, sites, outputs, on_two_lengths)
     needs_second = draws or has_graphs
     samples = {key: repeat_samples(value, SECOND_BATCH_SIZE) for key, value in inputs.items()}
     rng = StatelessRNG(seed=0, sites=sites)
@@ -95,13 +120,68 @@ def run_trials(
     if not first.reads_values and any(each.requires_grad for each in trial.recording.parameters.values()):
         check_outputs_need_grad(trial.outputs)
     compared = [operation for block_call, operation in located if block_call not in once.repeated]
-    is_repeated = larger is not None and same_but_for_batch_size(
+    is_repeated = larger is not None and same_but_for_sizes(
         compared, model_operations(larger.recording), (PROBE_BATCH, SECOND_BATCH_SIZE)
     )
     findings = read_trial(trial.recording)
     if sources or not is_repeated or (draws and first.reads_values):
         findings.outside_generators = first.check([operation for _, operation in located], draws=draws)
-    return findings, trial, block_calls, sites, find_loss_inputs(trial, larger if needs_second else None)
+    outputs = find_loss_inputs(trial, larger if needs_second else None)
+    return TrialResult(findings, trial, block_calls, sites, outputs, {})
+
+
+def _find_same(
+    resized: ResizedForward,
+    first: RepeatedForward,
+    trial: RecordedTrial,
+    located: Sequence[tuple[str, Operation]],
+    names: tuple[str, ...],
+    sites: DrawSites,
+) -> list[Operation] | None:
+    """Returns the operations of `resized` that are those of the `trial`, whose inputs are like its own; None
+    if it computes something else. Keeps in `sites` the layouts that it allows.
+    """
+    inputs = {key: value.shape[1:] for key, value in first.batch.items()}
+    trains = any(each.requires_grad for each in trial.recording.parameters.values())
+    if first.reads_values or not trains or names != resized.block_names:
+        return None
+    if not resized.inputs.items() <= inputs.items():  # more of them are made from labels
+        return None
+    same = resized.find_same([operation for _, operation in located], PROBE_BATCH)
+    draws_same = same is not None and resized.confirm_draws(
+        sites, distinct_tensors(trial.outputs), PROBE_BATCH
+    )
+    return same if draws_same else None
+
+
+def _blocks_on_two_lengths(
+    resized: ResizedForward,
+    pairs: Iterable[tuple[tuple[str, Operation], Operation]],
+    block_calls: RecordedBlockCalls,
+) -> dict[str, BlockOnTwoLengths]:
+    """Returns the block calls of a recording that compute the same in `resized`; `pairs` holds its located
+    operations with theirs.
+    """
+    varying = {
+        block_call
+        for (block_call, one), other in pairs
+        if one.constants != other.constants and takes_number(one.name.strip("_"))
+    }
+    found: dict[str, BlockOnTwoLengths] = {}
+    for name, call in block_calls.calls.items():
+        if name in varying or name not in resized.block_shapes:
+            continue
+        recorded = (call.start.args, call.start.kwargs), call.outputs
+        shapes = [
+            {
+                path: (record.shape, other[path])
+                for path, record in named_tensors(value, kind=TensorRecord)
+                if path in other
+            }
+            for value, other in zip(recorded, resized.block_shapes[name], strict=True)
+        ]
+        found[name] = BlockOnTwoLengths(*shapes, resized.lengths)
+    return found
 
 
 def _repeated_forward(plan: DeferredInit, inputs: Example) -> RepeatedForward:

@@ -19,9 +19,12 @@ inside of another library) are not seen; nor is a branch that is taken in less t
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,17 +35,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.model.analysis.sharding_trials import make_trial_module
 from meshwright.model.hf.model_from_config import use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
-from meshwright.model.recording.model_operations import Operation, model_operations
+from meshwright.model.recording.model_operations import Operation, OperationRecorder
 from meshwright.model.recording.op_table import find_op
-from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.rng.stateless_dropout import record_draw_sites
-from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import without_fake_tensor_log
 from meshwright.model.trial.fake_tensor_forward import make_fake
 from meshwright.plan.job.errors import PlanError
 
 Result = TypeVar("Result")
+BlockShapes = tuple[dict[str, torch.Size], dict[str, torch.Size]]  # by path
 MAX_RUNS = 12
+RESIZED_BATCH_SIZE = 7  # a prime that is no usual size
+LENGTH_MULTIPLES = (-2, -1, 1, 2)
 SMALL_DRAW = 2.0**-16  # below the probability of any layer drop
 DRAWS_FIX = (
     "draw with torch.rand or F.dropout, whose numbers belong to samples and steps, or when the data is "
@@ -68,10 +73,12 @@ class RepeatedForward:
         forward: Callable[[nn.Module, Mapping[str, torch.Tensor]], Result],
         rng: StatelessRNG,
         seed: int | None = 1,
+        draws: Callable[[StatelessRNG, int], AbstractContextManager[None]] = record_draw_sites,
     ) -> tuple[Result, tuple[str, ...]]:
         """Returns `forward(module, batch)` of a fresh module, and the generators that it used.
 
-        torch's functions draw from `rng`, and generators of the module start at `seed`, if that is not None.
+        torch's functions draw from `rng`, as `draws` lets them, and generators of the module start at `seed`,
+        if that is not None.
         """
         module = make_trial_module(self.deferred_init)
         num_samples = len(next(iter(self.batch.values())))
@@ -89,7 +96,7 @@ class RepeatedForward:
             if seed is not None:
                 _reseed_generators(module, seed)
             before = _generator_states(module)
-            stack.enter_context(record_draw_sites(rng, num_samples))
+            stack.enter_context(draws(rng, num_samples))
             result = forward(module, batch)
         after = _generator_states(module)
         return result, tuple(name for name in after if after[name] != before[name])
@@ -125,10 +132,66 @@ class RepeatedForward:
         return self.run(_run_operations, StatelessRNG(0, trial_draw=draw), seed)
 
 
-def same_but_for_batch_size(
-    first: Sequence[Operation], second: Sequence[Operation], num_samples: tuple[int, int]
+@dataclass(frozen=True)
+class ResizedForward:
+    """What a forward on RESIZED_BATCH_SIZE samples of other lengths shows.
+
+    `inputs` are the shapes of one sample of the example by key, labels left out; `lengths` maps those of its
+    sequences to those that ran. `of_labels` are the numbers of the operations on labels alone. `block_shapes`
+    holds, per block call, the shapes of the tensors that it takes and of those that it returns;
+    `output_shapes` those that the model returns, its loss left out.
+    """
+
+    block_names: tuple[str, ...]
+    inputs: Mapping[str, torch.Size]
+    lengths: Mapping[int, int]
+    operations: Sequence[Operation]
+    of_labels: Collection[int]
+    sites: DrawSites
+    block_shapes: Mapping[str, BlockShapes]
+    output_shapes: Sequence[torch.Size]
+
+    def find_same(self, operations: Sequence[Operation], num_samples: int) -> list[Operation] | None:
+        """Returns those of its operations that are the given ones, which ran on `num_samples` of the example;
+        None if it begins with others. It may compute with labels meanwhile.
+        """
+        found, sizes = list[Operation](), (num_samples, RESIZED_BATCH_SIZE)
+        for number, operation in enumerate(self.operations):
+            if len(found) == len(operations):
+                break
+            if same_but_for_sizes([operations[len(found)]], [operation], sizes, self.lengths):
+                found.append(operation)
+            elif number not in self.of_labels:
+                return None
+        return found if len(found) == len(operations) else None
+
+    def confirm_draws(self, sites: DrawSites, outputs: Sequence[torch.Tensor], num_samples: int) -> bool:
+        """Leaves of `sites`, which a forward on `num_samples` drew, the layouts that hold here too.
+
+        Returns False, and changes nothing, if another draw was made, or if some of `outputs` are not per
+        sample, so that one forward does not tell their samples.
+        """
+        shapes = [tuple(each.shape) for each in outputs]
+        per_sample = len(shapes) == len(self.output_shapes) and all(
+            shape[:1] == (num_samples,) and other[:1] == (RESIZED_BATCH_SIZE,)
+            for shape, other in zip(shapes, self.output_shapes, strict=True)
+        )
+        if sites.layouts and not (per_sample and sites.layouts.keys() <= self.sites.layouts.keys()):
+            return False
+        for site, layouts in sites.layouts.items():
+            sites.layouts[site] = tuple(each for each in layouts if each in self.sites.layouts[site])
+        return True
+
+
+def same_but_for_sizes(
+    first: Sequence[Operation],
+    second: Sequence[Operation],
+    num_samples: tuple[int, int],
+    lengths: Mapping[int, int] = MappingProxyType({}),
 ) -> bool:
-    """Returns whether the operations of two runs are equal, except for sizes that grow with the samples."""
+    """Returns whether the operations of two runs are equal, except for sizes that grow with the samples, or
+    with `lengths` of the first run, which are others in the second.
+    """
     if len(first) != len(second):
         return False
     for one, other in zip(first, second, strict=True):
@@ -137,29 +200,37 @@ def same_but_for_batch_size(
         if one._replace(constants=()) != other._replace(constants=()):
             return False
         pairs = zip(one.constants, other.constants, strict=False)
-        grows = all(a == b or _is_batch_size(a, b, num_samples) for a, b in pairs)
+        grows = all(a == b or _is_size(a, b, num_samples, lengths) for a, b in pairs)
         if not grows or len(one.constants) != len(other.constants):
             return False
     return True
 
 
-def _is_batch_size(first: str, second: str, num_samples: tuple[int, int]) -> bool:
-    if not (first.isdigit() and second.isdigit()):
+def _is_size(first: str, second: str, num_samples: tuple[int, int], lengths: Mapping[int, int]) -> bool:
+    if not (first.lstrip("-").isdigit() and second.lstrip("-").isdigit()):
         return False
-    return int(first) * num_samples[1] == int(second) * num_samples[0]
+    one, other = int(first), int(second)
+    if any(other - one == times * (new - old) for old, new in lengths.items() for times in LENGTH_MULTIPLES):
+        return True  # the last token, a table of distances
+    factors = [num_samples, *lengths.items(), *lengths.items()]  # a mask has its length twice
+    return any(
+        one * prod(new for _, new in some) == other * prod(old for old, _ in some)
+        for count in range(1, len(factors) + 1)
+        for some in combinations(factors, count)
+    )
 
 
 def _run_operations(module: nn.Module, batch: Mapping[str, torch.Tensor]) -> list[Operation]:
     """Returns the operations of a forward; an error ends them as an operation of its own."""
-    recorder, failed = ForwardRecorder(module, {}, len(next(iter(batch.values())))), []
+    recorder, failed = OperationRecorder(module), []
     try:
-        with recorder.recording():
+        with recorder:
             module(**batch)
     except PlanError:
         raise
     except Exception as error:
         failed = [Operation("", 0, type(error).__name__, (), (str(error),))]
-    return model_operations(recorder.finish(None)) + failed
+    return recorder.operations + failed
 
 
 def _first_difference(first: list[Operation], second: list[Operation]) -> int | None:

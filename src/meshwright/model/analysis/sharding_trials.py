@@ -15,7 +15,7 @@ from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.hf.model_from_config import use_batched_experts
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loss.loss_definition import Loss
-from meshwright.model.rng.stateless_dropout import record_draw_sites
+from meshwright.model.rng.stateless_dropout import repeat_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.sequence_analysis.analyze_sequence import (
     LARGER_BATCH_SIZE,
@@ -23,6 +23,7 @@ from meshwright.model.sequence_analysis.analyze_sequence import (
     TrialFactory,
     analyze_sequence,
 )
+from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.model.trial.shardable_layers import ProposeSplits
@@ -49,7 +50,7 @@ def try_splits_on_slices(
     @contextmanager
     def make_trial(module: nn.Module) -> Iterator[Callable[[], object]]:
         samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, record_draw_sites(rng, PROBE_BATCH):
+        with mode, repeat_draw_sites(rng, PROBE_BATCH):
             yield lambda: module(**samples)
 
     return try_on_slices(propose, make_module, make_trial, recorded)
@@ -63,10 +64,12 @@ def find_sequence_info(
     targets: Example,
     loss: Loss,
     equal_calls: Mapping[str, str],
+    on_two_lengths: Mapping[str, BlockOnTwoLengths],
 ) -> SequenceInfo | None:
     """Returns how the model treats the sequence dim; None if its inputs have no sequences.
 
-    `equal_calls` names the first equal block call of some.
+    `equal_calls` names the first equal block call of some; `on_two_lengths` holds those that compute the same
+    on two lengths.
 
     Glue that depends on the inputs alone (positions, masks) runs on real values: whether there is a mask at
     all may depend on them.
@@ -75,14 +78,16 @@ def find_sequence_info(
         inputs,
         targets,
         block_calls,
-        deferred_init.read(_tensor_sizes),
+        deferred_init.read(tensor_sizes),
         make_trial_factory(deferred_init, block_names),
         loss,
         equal_calls,
+        on_two_lengths,
     )
 
 
-def _tensor_sizes(module: nn.Module) -> frozenset[int]:
+def tensor_sizes(module: nn.Module) -> frozenset[int]:
+    """Returns the sizes of all dims of the parameters and buffers of `module`."""
     return frozenset(size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape)
 
 
@@ -100,7 +105,7 @@ def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]
         make_fake(
             module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if is_float64 else None
         )
-        with record_draw_sites(rng, num_samples):
+        with repeat_draw_sites(rng, num_samples):
             batch = {key: repeat_samples(value, num_samples) for key, value in batch.items()}
             batch = {
                 key: value.double() if is_float64 and value.is_floating_point() else value

@@ -36,6 +36,11 @@ from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.hf.declared_tp_plan import is_transformers_model
 from meshwright.plan.job.errors import PlanError
 
+
+class UnsupportedAttention(PlanError):
+    """Attention that torch's function does not compute, whatever the lengths of the sequences."""
+
+
 ATTENTION_NAME = "meshwright"  # name of `sharded_attention` in the registries of transformers
 SUPPORTED_ATTENTION = ("sdpa", "eager")  # both compute the same function
 # code that compares the name itself takes another branch for another name
@@ -115,13 +120,13 @@ def sharded_attention(
     """Returns attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may
     have fewer heads.
 
-    Returns [samples, tokens, heads, head dim] and None. Raises PlanError for arguments that torch's function
-    does not support.
+    Returns [samples, tokens, heads, head dim] and None. Raises UnsupportedAttention for arguments that
+    torch's function does not support.
     """
     for name, setting in UNSUPPORTED_ARGUMENTS.items():
         if more.get(name) is not None:
             text = f"attention takes '{name}', which F.scaled_dot_product_attention does not support{setting}"
-            raise PlanError(
+            raise UnsupportedAttention(
                 text, fix="set mesh.cp = 1: no strategy shards the sequences of this model", location="model"
             )
     causal = (_is_causal(module) if is_causal is None else is_causal) and attention_mask is None

@@ -238,7 +238,7 @@ class ForwardRecorder:
             self._events.append(ModelRecompute(self._block_call))
         with torch._C.DisableTorchFunction():
             given, named = self._describe(args), self._describe(kwargs)
-        frame, by_model = _calling_frame(frame)
+        frame, by_model = calling_frame(frame)
         name = func.__name__
         owner = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         place, grad_enabled = len(self._events), torch.is_grad_enabled()
@@ -335,7 +335,7 @@ class ForwardRecorder:
             return {key: self._describe(each) for key, each in value.items()}
         if is_dataclass_instance(value):
             return {key: self._describe(each) for key, each in dataclass_items(value).items()}
-        return Opaque(_text(value))
+        return Opaque(text_of_object(value))
 
     def _with_known_indices(self, given: Any, args: Any) -> Any:
         """Returns the recorded arguments of an indexing operation, with the known values of its indices."""
@@ -382,7 +382,7 @@ def _op_name(func: Any) -> str:
     return str(func)
 
 
-def _calling_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+def calling_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
     """Returns the frame of the model's code that calls an operation, and whether the model calls it, not the
     library itself.
     """
@@ -395,7 +395,7 @@ def _calling_frame(frame: FrameType | None) -> tuple[FrameType | None, bool]:
     return frame, by_model
 
 
-def _text(value: Any) -> str:
+def text_of_object(value: Any) -> str:
     """Returns text that two objects share if they are equal; objects of unknown classes are taken as such."""
     if isinstance(value, np.ndarray):
         return f"an array {list(value.shape)} (hash {crc32(value.tobytes()) % 2**16:04x})"

@@ -11,9 +11,9 @@ may draw:
     exponential_                           minus their logarithm (Gumbel noise, to sample an expert)
 
 With p = 0, or outside training, the ordinary functions run. Every other source of randomness is refused, with
-its name and a fix: a mask that depends on the plan would make two plans train two models. During a trial a
-dispatch mode, which is slower, also looks below torch's Python functions, so that randomness inside a C++
-function (an LSTM's dropout) is found.
+its name and a fix: a mask that depends on the plan would make two plans train two models. During the
+first trial a dispatch mode, which is slower, also looks below torch's Python functions, so that randomness
+inside a C++ function (an LSTM's dropout) is found.
 
 Cost: attention with dropout keeps its probabilities, (B, heads, T, S), which fused kernels avoid; set the
 attention dropout to 0 where that is too much. The mode costs about a microsecond per torch call; it is off
@@ -91,9 +91,18 @@ def record_draw_sites(rng: StatelessRNG, batch: int) -> Iterator[None]:
     Dropout keeps every element meanwhile. Raises PlanError (from the forward) for every source of randomness
     that has no stateless form.
     """
+    with _RefuseOtherDraws(rng), repeat_draw_sites(rng, batch):
+        yield
+
+
+@contextmanager
+def repeat_draw_sites(rng: StatelessRNG, batch: int) -> Iterator[None]:
+    """Records the draw sites of the forward that runs inside, like `record_draw_sites`, in a further trial,
+    which does not look below torch's Python functions.
+    """
     rng.begin_trial(batch)
     try:
-        with _RefuseOtherDraws(rng), StatelessDropout(rng):
+        with StatelessDropout(rng):
             yield
     finally:
         rng.begin_trial(None)

@@ -10,9 +10,10 @@ with all tokens on a single rank:
     in a block  every operation treats each token by itself (token_rules.py), is attention, or is reported
 
 If a block attends to something else, its inputs may still be tokens, such as image patches: the forward then
-runs once more and tokens start there (trial_lengths.py). A further forward with other lengths finds what is
-computed from the length. If glue gathers, that forward has more samples too, in another dtype, and tells
-which gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
+runs once more and tokens start there (trial_lengths.py). What is computed from the length is told by
+two forwards that ran before, if they had two lengths; otherwise, or if they differ, a further forward with
+other lengths finds it. If glue gathers, that forward has more samples too, in another dtype, and tells which
+gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,11 +27,16 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.model.context_parallel.patch_hf_attention import UnsupportedAttention
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.sequence_analysis.block_trace import BlockTrace
 from meshwright.model.sequence_analysis.glue_gather_trace import compare_gathers, rank_loss
 from meshwright.model.sequence_analysis.token_dims import MIN_PRIME, distinguishing_primes
-from meshwright.model.sequence_analysis.trial_lengths import TrialLengths, length_dependence
+from meshwright.model.sequence_analysis.trial_lengths import (
+    BlockOnTwoLengths,
+    TrialLengths,
+    length_dependence,
+)
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.model.trial.weight_slice_trial import silence_fake_errors
@@ -68,16 +74,18 @@ def analyze_sequence(
     make_trial: TrialFactory,
     loss: Loss,
     equal_calls: Mapping[str, str],
+    on_two_lengths: Mapping[str, BlockOnTwoLengths],
 ) -> SequenceInfo | None:
     """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
     takes any.
 
     `block_calls` are those of a full forward; `model_sizes` the sizes of all parameters and buffers, and
     `make_trial(batch, num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE.
-    `loss` is the loss; `equal_calls` names the first equal block call of some.
+    `loss` is the loss; `equal_calls` names the first equal block call of some; `on_two_lengths` holds the
+    block calls that compute the same on two lengths.
     """
     trials = _SequenceTrials(inputs, targets, tuple(block_calls), model_sizes, make_trial, loss, equal_calls)
-    input_lengths = _sequence_lengths(inputs)
+    input_lengths = sequence_lengths(inputs)
     whole, reason = trials.best_trace(input_lengths)
     planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
     lengths = tuple(dict.fromkeys((*input_lengths[:1], *planned_lengths)))
@@ -98,10 +106,12 @@ def analyze_sequence(
     )
     if whole is None:
         return found
-    larger = trials.larger_trace(whole)
-    block_infos = _check_other_lengths(whole, [(larger, "")])
-    if larger is None or _reasons(block_infos) != _reasons(whole.block_calls.values()):
-        block_infos = _check_other_lengths(whole, trials.other_traces(whole))
+    larger, block_infos = None, tuple(whole.block_calls.values())
+    if not _keeps_to_lengths(whole, on_two_lengths):
+        larger = trials.larger_trace(whole)
+        block_infos = _check_other_lengths(whole, [(larger, "")])
+        if larger is None or _reasons(block_infos) != _reasons(whole.block_calls.values()):
+            block_infos = _check_other_lengths(whole, trials.other_traces(whole))
     if len(lengths) == 1:
         block_infos = tuple(replace(each, input_num_tokens=(), output_num_tokens=()) for each in block_infos)
     gathers, varying_reason = _find_gathers(whole, larger)
@@ -140,7 +150,10 @@ class _SequenceTrials:
         """
         best, first_reason = None, ""
         for lengths_tried in dict.fromkeys((tuple(input_lengths), tuple(input_lengths[:1]))):
-            found, reason = self.first_trace(lengths_tried)
+            try:
+                found, reason = self.first_trace(lengths_tried)
+            except UnsupportedAttention as error:
+                return None, first_reason or _error_reason(error, "")
             first_reason = first_reason or reason
             if found is not None and (best is None or not _mixes_tokens(found)):
                 best = found
@@ -236,6 +249,8 @@ class _SequenceTrials:
                 )
                 with trace.trace_blocks():
                     trace.run({key: run.batch[key] for key in inputs}, loss)
+        except UnsupportedAttention:
+            raise
         except Exception as error:  # the reason is reported when a plan needs the result
             return None, _error_reason(error, sizes.description)
         if tuple(trace.block_calls) != self.block_calls:
@@ -264,7 +279,7 @@ class _SequenceTrials:
         return TrialLengths(chosen, lambda length, used: next(usable_primes(length, used, (length,))), count)
 
 
-def _sequence_lengths(inputs: Example) -> tuple[int, ...]:
+def sequence_lengths(inputs: Example) -> tuple[int, ...]:
     """Returns the lengths of the integer inputs [samples, tokens], that of the first input first."""
     found = (value.shape[1] for value in inputs.values() if value.ndim == 2 and not value.is_floating_point())
     return tuple(dict.fromkeys(filter(None, found)))
@@ -284,6 +299,18 @@ def _find_gathers(whole: BlockTrace, larger: BlockTrace | None) -> tuple[tuple[G
         return (), ""
     other = None if larger is None else larger.gathers.gathers
     return compare_gathers(whole.gathers.gathers, other, (PROBE_BATCH, LARGER_BATCH_SIZE))
+
+
+def _keeps_to_lengths(whole: BlockTrace, on_two_lengths: Mapping[str, BlockOnTwoLengths]) -> bool:
+    """Returns whether two other forwards show that all block calls of `whole` treat any length alike."""
+    if whole.gathers.gathers or whole.conv_calls or whole.starting_calls:
+        return False
+    for info in whole.block_calls.values():
+        is_sharded = not info.not_sequence_parallel and info.num_sharded_tokens(1)
+        known = on_two_lengths.get(info.block_call)
+        if is_sharded and (known is None or not known.has_tokens_as(info)):
+            return False
+    return True
 
 
 def _reasons(block_infos: Iterable[BlockSequenceInfo]) -> list[str]:

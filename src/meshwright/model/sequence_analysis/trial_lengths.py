@@ -29,6 +29,7 @@ from meshwright.model.recording.op_table import find_op
 from meshwright.model.sequence_analysis.token_dims import find_prime, has_tokens, prime_factors
 from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo
 
 USER_CHECKPOINT = (
     "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy "
@@ -55,11 +56,7 @@ class ComputedOp:
                 *args[op.position :][:1],
                 *(kwargs[key] for key in ("fill_value", "value") if key in kwargs),
             ]
-        elif (
-            op.kind in ("pointwise", "random")
-            or op.dims in ("data", "along", "trailing")
-            or name == "scaled_dot_product_attention"
-        ):
+        elif takes_number(name):
             values = value_leaves((args, dict(kwargs)))
         return cls(module, name, tuple(repr(each) for each in values if type(each) in (int, float, complex)))
 
@@ -93,6 +90,45 @@ def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp]
         ""
         if len(ops) == len(other_ops)
         else f"{ops[-1].module} runs more or fewer operations on sequences of {length} tokens than otherwise"
+    )
+
+
+@dataclass(frozen=True)
+class BlockOnTwoLengths:
+    """The shapes of what a block call takes and returns in two forwards, by path, between which it computes
+    the same; `lengths` maps those of sequences in the first to those in the second.
+    """
+
+    inputs: Mapping[str, tuple[torch.Size, torch.Size]]
+    outputs: Mapping[str, tuple[torch.Size, torch.Size]]
+    lengths: Mapping[int, int]
+
+    def has_tokens_as(self, info: BlockSequenceInfo) -> bool:
+        """Returns whether the token dims of `info`, which were found by their size, have the lengths here."""
+        if len(self.outputs) != len(info.output_token_dims):
+            return False
+        complete = info.with_lengths(next(iter(self.lengths), 0))
+        inputs, outputs = map(self.inputs.get, info.arg_paths), self.outputs.values()
+        given = zip(inputs, info.input_token_dims, complete.input_num_tokens, strict=True)
+        returned = zip(outputs, info.output_token_dims, complete.output_num_tokens, strict=True)
+        return all(self._has_tokens(*each) for each in (*given, *returned))
+
+    def _has_tokens(
+        self, shapes: tuple[torch.Size, torch.Size] | None, dims: Sequence[int], length: int
+    ) -> bool:
+        if shapes is None or len(shapes[0]) != len(shapes[1]):
+            return not dims
+        sizes = list(zip(*shapes, strict=True))
+        return all(dim < len(sizes) and sizes[dim] == (length, self.lengths.get(length)) for dim in dims)
+
+
+def takes_number(name: str) -> bool:
+    """Returns whether the operation `name` computes with numbers among its arguments."""
+    op = find_op(name)
+    return (
+        op.kind in ("pointwise", "random")
+        or op.dims in ("data", "along", "trailing")
+        or name == "scaled_dot_product_attention"
     )
 
 

@@ -29,9 +29,11 @@ def tree_tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors in `value` in the order of `tree_tensors`, each with its path: "1.mask.0"."""
-    if isinstance(value, torch.Tensor):
+def named_tensors(value: Any, name: str = "", kind: type = torch.Tensor) -> list[tuple[str, Any]]:
+    """Returns the tensors in `value` in the order of `tree_tensors`, each with its path: "1.mask.0"; or what
+    stands for them, of class `kind`.
+    """
+    if isinstance(value, kind):
         return [(name, value)]
     if isinstance(value, (tuple, list)):
         items: Mapping[Any, Any] = dict(enumerate(value))
@@ -46,7 +48,7 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     return [
         found
         for key, item in items.items()
-        for found in named_tensors(item, f"{name}.{key}" if name else str(key))
+        for found in named_tensors(item, f"{name}.{key}" if name else str(key), kind)
     ]
 
 
