@@ -119,7 +119,10 @@ class BlockOnTwoLengths:
         if shapes is None or len(shapes[0]) != len(shapes[1]):
             return not dims
         sizes = list(zip(*shapes, strict=True))
-        return all(dim < len(sizes) and sizes[dim] == (length, self.lengths.get(length)) for dim in dims)
+        found = [sizes[dim] for dim in dims if dim < len(sizes)]
+        # a bias may have the lengths of two sequences, of which the first is told
+        has_first = not dims or found[:1] == [(length, self.lengths.get(length))]
+        return has_first and len(found) == len(dims) and all(each in self.lengths.items() for each in found)
 
 
 def takes_number(name: str) -> bool:
