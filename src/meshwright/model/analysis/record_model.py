@@ -171,17 +171,18 @@ def _blocks_on_two_lengths(
     for name, call in block_calls.calls.items():
         if name in varying or name not in resized.block_shapes:
             continue
-        recorded = (call.start.args, call.start.kwargs), call.outputs
-        shapes = [
-            {
-                path: (record.shape, other[path])
-                for path, record in named_tensors(value, kind=TensorRecord)
-                if path in other
-            }
-            for value, other in zip(recorded, resized.block_shapes[name], strict=True)
-        ]
-        found[name] = BlockOnTwoLengths(*shapes, resized.lengths)
+        taken, returned = resized.block_shapes[name]
+        inputs = _pair_shapes((call.start.args, call.start.kwargs), taken)
+        found[name] = BlockOnTwoLengths(inputs, _pair_shapes(call.outputs, returned), resized.lengths)
     return found
+
+
+def _pair_shapes(
+    recorded: object, shapes: Mapping[str, torch.Size]
+) -> dict[str, tuple[torch.Size, torch.Size]]:
+    """Returns the shapes of `recorded` tensors, each with that of the same path among `shapes`."""
+    named = named_tensors(recorded, kind=TensorRecord)
+    return {path: (record.shape, shapes[path]) for path, record in named if path in shapes}
 
 
 def _repeated_forward(plan: DeferredInit, inputs: Example) -> RepeatedForward:
