@@ -8,7 +8,7 @@ sharding_trials      the trials that need the layers of the model, which the fir
 memory_trial         the memory of each block call: a forward and a backward that count bytes
 live_memory_tracker  counts the bytes of all live storages while a trial runs
 expert_memory_trial  the memory of experts apart from that of the rest of their block call
-find_model_loss      the loss of a model for which none is given
+find_model_loss      the loss of a model for which none is given, from a forward on other sizes
 forward_graph_trace  the recorded forward graphs of a model, one per shape of its inputs
 model_report         all that is known about a model in one value, shown by `meshwright inspect`
 plan_for_model       checks of a plan against the model itself

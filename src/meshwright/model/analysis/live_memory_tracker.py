@@ -160,7 +160,11 @@ class LiveMemoryTracker(TorchDispatchMode):
         )
 
     def _drop_expired(self, keys: Iterable[int]) -> None:
-        for key in [key for key in keys if self._live[key][0].expired()]:
+        is_expired, live = (
+            torch.UntypedStorage._expired,
+            self._live,
+        )  # asked of all of them after each operation
+        for key in [key for key in keys if is_expired(live[key][0].cdata)]:
             _, nbytes, kind = self._live.pop(key)
             self._sums[kind] -= nbytes
             self._new_storages.discard(key)
