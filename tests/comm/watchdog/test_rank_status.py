@@ -47,7 +47,6 @@ def test_a_rank_status_knows_its_pending_and_its_last_collective():
     assert said.waited_s(ISSUED) == 1.5
     assert said.last_collective(("tp",)) == ISSUED
     assert said.last_collective(("dp_shard",)) is None
-    assert (said.find_collective(PAIR.channel, 1), said.find_collective(PAIR.channel, 2)) == (PAIR, None)
 
 
 def test_the_user_looks_for_the_innermost_line_of_the_own_code():

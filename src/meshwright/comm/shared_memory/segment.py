@@ -14,7 +14,6 @@ from meshwright.comm.watchdog.process_identity import HostProcess
 
 DONE, PENDING, MISMATCH = range(3)  # answers, as in counter.h
 MAX_RANKS = 256  # as in chunks.h
-SECRET_NBYTES = 64  # at the start of the memory
 
 
 def create_memory(size: int, secret: bytes) -> int:

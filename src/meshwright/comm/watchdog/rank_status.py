@@ -94,13 +94,6 @@ class RankStatus:
         """Returns the newest collective of `channel` that it issued."""
         return next((issued for issued in reversed(self.collectives) if issued.channel == channel), None)
 
-    def find_collective(self, channel: tuple[object, ...], number: int) -> IssuedCollective | None:
-        """Returns the `number`-th collective of `channel`, if it is still in the ring."""
-        return next(
-            (issued for issued in self.collectives if issued.channel == channel and issued.number == number),
-            None,
-        )
-
     def location(self) -> str:
         """Returns `file:line in function`: the innermost line of the user's own code, else of other code."""
         frame = user_frame(self.stack)

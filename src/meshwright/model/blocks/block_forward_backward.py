@@ -110,10 +110,6 @@ class ForwardDriver:
         """Whether a forward is running and is between blocks."""
         return self._pass is not None and not self._pass.in_block
 
-    def is_block(self, name: str) -> bool:
-        """Returns whether the module `name` is one of the blocks."""
-        return name in self._blocks
-
     @contextmanager
     def cutting_graph(self) -> Iterator[None]:
         """Context manager: cuts the graph, whatever `cut_graph` says."""

@@ -35,7 +35,6 @@ from meshwright.plan.model_spec.op_sizes_and_memory import (
 
 Section = tuple[str, str]  # ("forward" | "backward" | "glue" | "loss", block call or "")
 Size = tuple[int, bool]  # (a number, whether it is per sample)
-MeasureSize = Callable[[int], Size]
 aten = torch.ops.aten
 CAUSAL_ARGUMENTS = MappingProxyType(  # by kernel: the index of `is_causal`, and that of the query
     {

@@ -189,11 +189,6 @@ class ParallelConfig:
         return self.tp, self.cp, self.ulysses_degree, self.tp_stride, self.ep, self.ep_tp, self.expert_tp
 
     @property
-    def expert_copies(self) -> float:
-        """The ranks that hold the same experts and reduce their gradients."""
-        return self.data_parallel_size * self.token_shards / self.ep_dispatch
-
-    @property
     def expert_shard_size(self) -> float:
         """The ranks over which the states of the same experts are sharded."""
         return max(1.0, self.zero_shard_size * self.token_shards / self.ep_dispatch)
