@@ -3,6 +3,7 @@ shard.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.model.sequence_analysis.analyze_sequence import resize_sequence
-from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, length_dependence
+from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths, ComputedOp, length_dependence
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo
 from tests.model.sequence_analysis.test_token_rules import (
     WIDTH,
     Layer,
@@ -89,3 +91,20 @@ def test_padding_at_the_end_of_sequences_is_kept_on_fewer_tokens():
     mask[:, -1] = 0
     assert (resize_sequence(mask, {31: 5}) == 0).any()
     assert resize_sequence(torch.arange(62).view(2, 31), {31: 5})[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_token_dims_have_the_lengths_of_both_forwards():
+    sizes = torch.Size((3, 12, 8)), torch.Size((7, 5, 8))
+    mask = torch.Size((1, 4, 12, 11)), torch.Size((1, 4, 5, 13))
+    found = BlockOnTwoLengths({"0.0": sizes, "0.1": mask}, {"": sizes}, {12: 5, 11: 13})
+    info = BlockSequenceInfo("layers.0", ((1,), (2, 3)), ((1,),), arg_paths=("0.0", "0.1"))
+    assert found.has_tokens_as(info)
+    for wrong in (
+        replace(info, input_token_dims=((2,), (2, 3))),
+        replace(info, input_token_dims=((1,), (1, 2))),
+        replace(info, input_num_tokens=(11, 12)),
+        replace(info, arg_paths=("0.0", "mask")),
+        replace(info, output_token_dims=((2,),)),
+        replace(info, output_token_dims=((1,), (1,))),
+    ):
+        assert not found.has_tokens_as(wrong)
