@@ -1,6 +1,7 @@
 """The forward that tells the loss of a model is also the second of two that are compared."""
 
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,6 +123,11 @@ def test_a_model_of_one_length_tells_its_loss_too():
 def test_a_forward_that_reads_a_clock_is_refused():
     with pytest.raises(PlanError, match="reads a clock, or the system: 'mul' takes"):
         analyze(partial(Labelled, lambda x: time.perf_counter()), token_samples(2))
+
+
+def test_a_draw_that_reaches_no_operation_is_a_note():
+    found = analyze(partial(Labelled, lambda x: 1.0 if random.random() < 2 else 0.0), token_samples(2))
+    assert any("draws numbers from Python's random" in note for note in found.model_spec.notes)
 
 
 def test_another_operation_or_another_draw_does_not_pass_for_the_same():
