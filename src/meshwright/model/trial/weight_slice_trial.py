@@ -2,10 +2,10 @@
 
 Every layer gets weights of the size of a slice, modules get the local values of their size attributes, and
 blocks their part of per-head inputs. One block of each kind runs, on inputs like the recorded ones, and must
-return outputs of the recorded shapes, but for those that only blocks take (a table of the rank's heads that
-one block passes to the next): then all that follows is as recorded. Otherwise the whole model runs, which
-tells what fails, or that all runs with other shapes. What does not run is given up, block after block, with
-a note: the layers of those blocks are not sharded.
+return outputs of the recorded shapes: then all that follows is as recorded. Otherwise the whole model runs,
+which tells what fails, or that all runs with other shapes (a table of the rank's heads that one block passes
+to the next). What does not run is given up, block after block, with a note: the layers of those blocks are
+not sharded.
 
 Whether code runs on other sizes than the recorded ones is no question to a recording: it needs live tensors,
 but only blocks, and of them one of each kind.
@@ -18,7 +18,7 @@ the rank has.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from logging import getLogger
 from typing import Any
 
@@ -71,16 +71,6 @@ class RecordedBlocks:
             any(name == block or name.startswith(f"{block}.") for block in blocks) for name in proposal.roles
         )
         return WHOLE_MODEL not in blocks and not self.recording.boundaries.num_captured and all(inside)
-
-    @cached_property
-    def storages_outside(self) -> frozenset[int]:
-        """The storages of the tensors that glue takes, or that the model returns."""
-        given = [
-            (call.args, call.kwargs)
-            for call in self.recording.calls()
-            if call.by_model and not call.block_call
-        ]
-        return frozenset(record.storage for record in tensor_records([given, self.recording.outputs]))
 
     def distinct_calls(
         self, proposal: SplitProposal, numbers: Sequence[SizeAttribute]
@@ -194,7 +184,7 @@ def _blocks_run(
     for event in recording.events:
         if type(event) is BlockEnd:
             full = recorded.block_calls.calls[event.block_call].outputs
-            if not _fits(event.results, full, recorded.storages_outside):
+            if _shapes(event.results) != _shapes(full):
                 return False
     return _unit_mismatch(flow.read(recording), proposal) is None
 
@@ -221,15 +211,8 @@ def _know_inputs(
     return True
 
 
-def _fits(outputs: Any, full: Any, storages_outside: frozenset[int]) -> bool:
-    """Returns whether the `outputs` of a block on slices have the shapes of the `full` ones, where these are
-    taken outside of blocks.
-    """
-    found, recorded = tensor_records(outputs), tensor_records(full)
-    return len(found) == len(recorded) and all(
-        one.dtype == other.dtype and (one.shape == other.shape or other.storage not in storages_outside)
-        for one, other in zip(found, recorded, strict=True)
-    )
+def _shapes(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(record.shape, record.dtype) for record in tensor_records(value)]
 
 
 def _find_failure(
