@@ -64,6 +64,7 @@ from meshwright.model.trial.fake_tensor_forward import (
     make_fake,
     param_block_calls,
 )
+from meshwright.model.trial.kept_outputs import kept_outputs
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.model.trial.weight_slice_trial import RecordedBlocks
 from meshwright.plan.job.errors import PlanError
@@ -355,6 +356,11 @@ def _build_model_spec(
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         batch_norm_calls=tuple(findings.batch_norm_calls),
         relu_activations=tuple(findings.relu_activations),
+        kept_outputs=kept_outputs(
+            findings.output_storages,
+            findings.layer_ranges.ranged_calls(divisible.calls, findings.layer_uses.uses),
+            PROBE_BATCH,
+        ),
         experts_calls=tuple(findings.experts_calls),
         choice_biases=tuple(choice_biases(module, findings.experts_calls)),
         layer_calls=divisible.calls,

@@ -48,6 +48,7 @@ from meshwright.model.tensor_parallel.vocab_split_search import VocabFlow
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.trial.experts_calls import experts_calls
+from meshwright.model.trial.kept_outputs import OutputStorage, output_storages
 from meshwright.model.trial.layer_costs import LayerRanges, SavedStorage
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
@@ -81,7 +82,8 @@ class TrialFindings:
     buffers that it writes; `attention_calls` the block calls that call torch's attention; `num_captured` the
     number of tensors that left blocks by each side channel; `num_draws`, for each use of a layer, the draws
     of its block call before it; `vocab_flow` follows the weights and outputs of embeddings and heads;
-    `layer_ranges` say when layers ran, and `saved_storages` what autograd saved meanwhile.
+    `layer_ranges` say when layers ran, `saved_storages` what autograd saved meanwhile, and `output_storages`
+    what matrix products and attention made.
     `user_checkpointed_calls` are the block calls that the model itself recomputes in backward, `table_uses`
     the embeddings that couple the samples of a batch, and `untracked_write_lines` the lines of code in which
     glue writes without a version change. `outside_generators` are those that the forward uses beside torch's
@@ -103,6 +105,7 @@ class TrialFindings:
     vocab_flow: VocabFlow
     layer_ranges: LayerRanges
     saved_storages: list[SavedStorage]
+    output_storages: list[OutputStorage]
     user_checkpointed_calls: list[str]
     table_uses: list[TableUse]
     batch_norm_calls: list[BatchNormCall]
@@ -228,6 +231,7 @@ def read_trial(recording: Recording) -> TrialFindings:
         vocab_flow=VocabFlow(recording),
         layer_ranges=layer_ranges,
         saved_storages=saved.saved_storages(),
+        output_storages=output_storages(recording),
         user_checkpointed_calls=[
             event.block_call for event in recording.events if type(event) is ModelRecompute
         ],

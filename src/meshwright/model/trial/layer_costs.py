@@ -70,13 +70,11 @@ class LayerRanges:
                     self._ranges[num_uses] = LayerCosts(name, begin, time, flops_before, total_flops, storage)
                     num_uses += time in use_times
 
-    def add_costs(
-        self, calls: Sequence[LayerCall], uses: Sequence[LayerUse], saved: Iterable[SavedStorage], batch: int
-    ) -> tuple[LayerCall, ...]:
-        """Returns `calls`, some of `uses` in order, with flops and saved elements per sample of `batch`
-        samples.
-        """
-        remaining_uses, ranged_calls = iter(enumerate(uses)), []
+    def ranged_calls(
+        self, calls: Sequence[LayerCall], uses: Sequence[LayerUse]
+    ) -> list[tuple[LayerCall, LayerCosts | None]]:
+        """Returns `calls`, some of `uses` in order, each with its range; None if it is not known."""
+        remaining_uses, found = iter(enumerate(uses)), list[tuple[LayerCall, LayerCosts | None]]()
         for call in calls:
             number = next(
                 (
@@ -86,7 +84,16 @@ class LayerRanges:
                 ),
                 -1,
             )
-            ranged_calls.append((call, self._ranges.get(number)))
+            found.append((call, self._ranges.get(number)))
+        return found
+
+    def add_costs(
+        self, calls: Sequence[LayerCall], uses: Sequence[LayerUse], saved: Iterable[SavedStorage], batch: int
+    ) -> tuple[LayerCall, ...]:
+        """Returns `calls`, some of `uses` in order, with flops and saved elements per sample of `batch`
+        samples.
+        """
+        ranged_calls = self.ranged_calls(calls, uses)
         input_storages = {
             layer_range.input_storage
             for call, layer_range in ranged_calls

@@ -34,38 +34,51 @@ Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05
 recomputation).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.parallel.memory.selective_outputs import keep_in_forwards
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
+from meshwright.plan.step.memory.kept_outputs import keep_outputs
 from meshwright.plan.step.memory.memory_names import output_name
 from meshwright.plan.step.memory.recomputed_segments import RecomputedSegment, recompute_segments
 from meshwright.plan.step.program import Action, Program, with_extra_memory
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, samples_per_microbatch
-from meshwright.plan.strategy_interface import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
+
+
+LOCATION = "strategies.activation_checkpointing"
+WITHOUT_SAVE = "remove `save`: everything runs again"
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointing(Strategy):
     """Recomputes the block calls that match one of `blocks` before their backward; without `blocks`, all but
-    the last.
+    the last. What operations of the kinds `save` return is kept: "matmul", "attention".
     """
 
     name: ClassVar[str] = "activation_checkpointing"
     phase: ClassVar[StrategyPhase] = "memory"
     blocks: tuple[str, ...] = ()
+    save: tuple[str, ...] = field(default=(), metadata=one_of(*KEPT_OPS))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        yield from checkpointing_diagnostics(
-            self.blocks, sharding.model_spec, "strategies.activation_checkpointing"
-        )
+        yield from checkpointing_diagnostics(self.blocks, sharding.model_spec, LOCATION)
+        if self.save:
+            yield from self._check_kept_outputs(sharding.model_spec)
+
+    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+        if self.save:
+            yield from kept_outputs_diagnostics(sharding, f"{LOCATION}.save")
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._checkpoint(actions, view, job))
@@ -80,12 +93,45 @@ class ActivationCheckpointing(Strategy):
             if may_recompute(block_call, self.blocks, model_spec)
             and (memory[block_call].saved_nbytes if known else memory[block_call].output_nbytes)
         ]
-        return with_kept_inputs(recompute_segments(actions, segments), view, job) if segments else actions
+        if not segments:
+            return actions
+        edited = with_kept_inputs(recompute_segments(actions, segments), view, job)
+        calls = {block_call for segment in segments for block_call in segment.block_calls}
+        return keep_outputs(edited, calls, self.save, view, job) if self.save else edited
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        if self.save:
+            keep_in_forwards(runtime)
+        return {}
+
+    def _check_kept_outputs(self, model_spec: ModelSpec) -> Iterator[Diagnostic]:
+        """Yields what stands against keeping outputs of operations in the blocks that run again."""
+        chosen = {call for call in model_spec.block_calls if may_recompute(call, self.blocks, model_spec)}
+        kept = [each for each in model_spec.kept_outputs if each.block_call in chosen and each.op in self.save]
+        if not kept:
+            text = f"no block of {model_spec.name} that runs again is known to call {' or '.join(self.save)}"
+            yield Diagnostic(text, "leave out `save`: everything runs again", f"{LOCATION}.save")
+        experts = [each.block_call for each in model_spec.experts_calls if each.block_call in chosen]
+        if experts:
+            text = f"'{experts[0]}' calls experts, and the data decides how many rows their products return"
+            yield Diagnostic(text, f"leave it out of `blocks`, or {WITHOUT_SAVE}", f"{LOCATION}.save")
+        written = next((each for each in kept if each.is_overwritten), None)
+        if written is not None:
+            text = f"'{written.block_call}' writes in place into what a {written.op} returned, which is kept"
+            fix = f"use inplace=False there, leave '{written.op}' out of `save`, or {WITHOUT_SAVE}"
+            yield Diagnostic(text, fix, f"{LOCATION}.save")
 
 
 def may_recompute(block_call: str, patterns: tuple[str, ...], model_spec: ModelSpec) -> bool:
     """Returns whether `block_call` matches one of `patterns`; without patterns, all but the last call do."""
     return matches_any(block_call, patterns) if patterns else block_call != model_spec.block_calls[-1]
+
+
+def kept_outputs_diagnostics(sharding: ShardingPlan, location: str) -> Iterator[Diagnostic]:
+    """Yields what of `sharding` stands against keeping outputs of operations, at `location`."""
+    if sharding.sequence_sharding is not None:
+        text = "ranks share the tokens of a sample, and attention runs in parts of its own, some for each rank"
+        yield Diagnostic(text, f"{WITHOUT_SAVE}, or set mesh.cp = 1", location)
 
 
 def checkpointing_diagnostics(

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
+from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs, ModelMemory
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries
@@ -301,8 +301,9 @@ class ModelSpec:
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
     batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
-    choice; `relu_activations` are results of ReLU and max pooling that autograd saves. `loss_saved_numel`:
-    elements per sample that the loss keeps until its backward.
+    choice; `relu_activations` are results of ReLU and max pooling that autograd saves, `kept_outputs` those of
+    matrix products and attention. `loss_saved_numel`: elements per sample that the loss keeps until its
+    backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -333,6 +334,7 @@ class ModelSpec:
     experts_calls: tuple[ExpertsCall, ...] = ()
     choice_biases: tuple[ChoiceBias, ...] = ()
     relu_activations: tuple[ReluActivations, ...] = ()
+    kept_outputs: tuple[KeptOutputs, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -420,6 +422,7 @@ class ModelSpec:
             batch_norm_calls=tuple(call for call in self.batch_norm_calls if call.block_call in block_calls),
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
             relu_activations=tuple(each for each in self.relu_activations if each.block_call in block_calls),
+            kept_outputs=tuple(each for each in self.kept_outputs if each.block_call in block_calls),
             choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 

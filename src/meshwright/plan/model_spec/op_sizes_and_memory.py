@@ -10,7 +10,7 @@ counted. Quantities as large as parameters are kept apart, because they do not d
 parameters and casts of them. They are sharded as the parameters are, which the rest may not be.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -53,6 +53,41 @@ class LinearInSamples:
         return round(
             (self.fixed + self.per_sample * num_samples) * fraction + self.weight_sized * weight_fraction
         )
+
+
+KEPT_OPS = ("matmul", "attention")  # kinds of operations whose outputs a checkpointed block call may keep
+WIDE_NBYTES = 4  # of a log-sum-exp in half precision
+
+
+@dataclass(frozen=True)
+class KeptOutputs:
+    """What the operations `op` of `block_call` return, in elements per sample, where a checkpointed block
+    call keeps it: "matmul", or "attention" with its log-sum-exp.
+
+    `numel` have the compute dtype, `wide_numel` float32 at least; of these autograd saves `saved_numel` and
+    `wide_saved_numel`. `flops` are their operations. They are sharded with `layer`; of a sum (`is_sum`), in
+    which a rowwise layer ends, each rank has a summand of every element. `is_overwritten`: the block writes
+    into some of them.
+    """
+
+    block_call: str
+    op: str
+    numel: int
+    saved_numel: int
+    wide_numel: int = 0
+    wide_saved_numel: int = 0
+    flops: int = 0
+    layer: str = ""
+    is_sum: bool = False
+    is_overwritten: bool = False
+
+    def nbytes(self, width: int) -> int:
+        """Returns the bytes of a sample in a compute dtype of `width` bytes."""
+        return self.numel * width + self.wide_numel * max(width, WIDE_NBYTES)
+
+    def saved_nbytes(self, width: int) -> int:
+        """Returns the bytes of those that autograd saves."""
+        return self.saved_numel * width + self.wide_saved_numel * max(width, WIDE_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -233,6 +268,11 @@ class OpCounts:
     matmuls: tuple[MatmulOp, ...] = ()
     attention: tuple[AttentionOp, ...] = ()
     memory_ops: tuple[MemoryOp, ...] = ()
+
+    def without(self, ops: Collection[str]) -> "OpCounts":
+        """Returns the operations without those of the kinds `ops` of KEPT_OPS."""
+        matmuls = () if "matmul" in ops else self.matmuls
+        return OpCounts(matmuls, () if "attention" in ops else self.attention, self.memory_ops)
 
     @property
     def num_ops(self) -> int:

@@ -16,6 +16,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from meshwright.plan.model_spec.model_spec import ExpertsCall, ModelSpec
+from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
@@ -123,6 +124,16 @@ class RankWorkShare:
                 block_call, local_calls, head, (flops, saved[i], numel), weight_grads[i]
             )
         return found
+
+    def kept_fraction(self, kept: KeptOutputs) -> Fraction:
+        """Returns the rank's fraction of the elements of `kept`."""
+        head = self.chunked_head_call
+        if head is not None and (head.block_call, head.name) == (kept.block_call, kept.layer):
+            return Fraction(0)  # LOSS computes it
+        layer = self.layer_fractions.get(kept.layer, FULL_LAYER)
+        if kept.is_sum and layer.axes:
+            return self.token_fraction(kept.block_call)
+        return layer.fraction * self._residual_fraction(kept.block_call, layer.axes)
 
     def layer_flops(self, call: LayerCall) -> int:
         """Returns the forward operations of `call` per sample."""

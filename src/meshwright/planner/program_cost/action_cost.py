@@ -34,6 +34,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
+from meshwright.plan.step.memory.kept_outputs import kept_ops
 from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS, WEIGHT_GRAD_KINDS
@@ -131,7 +132,7 @@ class ActionCosts:
             glue = (
                 self._glue_seconds if kind in FORWARD_KINDS and action.subject in self._first_calls else 0.0
             )
-            return glue + self._cached_call_seconds(action, "forward")
+            return glue + self._forward_seconds(action)
         if kind in ("B", "I", "W"):
             return self._cached_call_seconds(action, kind) + self._accumulate_seconds(action)
         if kind == "LOSS":
@@ -147,6 +148,17 @@ class ActionCosts:
         if kind == "LOCAL_NORM" or (kind == "CLIP" and not self._view.plan.grad_norm_axes):
             return self._gradient_pass_seconds(self._numel, 1, in_shards=True)
         return 0.0
+
+    def _forward_seconds(self, action: Action) -> float:
+        """Returns the seconds of the forward of a block call, without what a rerun takes as it was kept."""
+        kept = kept_ops(action) if action.kind in RECOMPUTE_KINDS else ()
+        if not kept:
+            return self._cached_call_seconds(action, "forward")
+        if self._model_ops is None:
+            saved_nbytes = sum(allocation.nbytes for allocation in action.allocations)
+            return self._unseen_seconds(action.flops, saved_nbytes)
+        work = self._model_ops.by_block_call[action.subject].forward.without(kept)
+        return self._ops_seconds(work, self._rank_fraction(action.subject), backward=False)
 
     def _cached_call_seconds(self, action: Action, direction: str) -> float:
         key = action.subject, direction

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
+from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.report.timeline.run_folder_reader import RunRecord
@@ -19,7 +20,8 @@ CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
     **{
         "output": "activations",
-        **dict.fromkeys(("kept input", "kept part"), "activations"),
+        **dict.fromkeys(("kept input", "kept part", "kept outputs"), "activations"),
+        **dict.fromkeys((f"kept {op} outputs" for op in KEPT_OPS), "activations"),
         "saved activations": "activations",
         "output gradient": "activations",
         "scratch": "activations",

@@ -50,6 +50,20 @@ def saved_activations_name(block_call: str, microbatch: int | None) -> str:
     return f"saved activations({block_call}, {microbatch})"
 
 
+def kept_saved_name(block_call: str, microbatch: int | None) -> str:
+    """Returns the name of the outputs of operations that a checkpointed block call keeps, and that autograd
+    saves when it runs again, held until its backward.
+    """
+    return f"kept outputs({block_call}, {microbatch})"
+
+
+def kept_op_name(op: str, block_call: str, microbatch: int | None) -> str:
+    """Returns the name of the other outputs of the operations `op` that a checkpointed block call keeps, held
+    until it runs again.
+    """
+    return f"kept {op} outputs({block_call}, {microbatch})"
+
+
 def saved_pairs_name(block_call: str, number: int, microbatch: int | None) -> str:
     """Returns the name of what a call of experts saves of pairs of a token and an expert."""
     return f"saved pairs({block_call}, {number}, {microbatch})"

@@ -1,0 +1,164 @@
+"""Finds in a recorded forward what matrix products and attention return, for checkpointed block calls that
+keep it.
+
+    matmul       mm, addmm, bmm, baddbmm, linear, convolution
+    attention    fused kernels: the output, and the log-sum-exp, which is in float32 at least
+
+Storages count once; outputs of the block call itself are none of them, because they are held anyway. What lies
+between a colwise and a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise
+layer returns is a summand on each rank, as large as the sum.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from meshwright.model.recording.forward_recording import AtenOp, Recording, SavedTensor, TensorRecord
+from meshwright.model.trial.layer_costs import LayerCosts
+from meshwright.model.trial.op_counter import count_flops
+from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
+
+aten = torch.ops.aten
+# The kernels of one kind of operation, of which a rank runs those that its device has.
+KEPT_KERNELS: Mapping[str, frozenset[Any]] = MappingProxyType(
+    {
+        "matmul": frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.convolution)),
+        "attention": frozenset(
+            (
+                aten._scaled_dot_product_flash_attention_for_cpu,
+                aten._scaled_dot_product_flash_attention,
+                aten._scaled_dot_product_efficient_attention,
+                aten._scaled_dot_product_cudnn_attention,
+                aten._scaled_dot_product_fused_attention_overrideable,
+                aten._flash_attention_forward,
+                aten._efficient_attention_forward,
+            )
+        ),
+    }
+)
+RangedCalls = Sequence[tuple[LayerCall, LayerCosts | None]]
+
+
+@dataclass(frozen=True)
+class OutputStorage:
+    """A storage that an operation `op` of `block_call` has made at the event `when`, with its elements and the
+    operations of all samples.
+    """
+
+    when: int
+    block_call: str
+    op: str
+    numel: int
+    is_wide: bool
+    is_saved: bool
+    is_overwritten: bool
+    flops: int
+
+
+def op_of_kernel(packet: Any) -> str:
+    """Returns the kind of operation of an overload packet of torch; "" if it is of none."""
+    return next((op for op, kernels in KEPT_KERNELS.items() if packet in kernels), "")
+
+
+def output_storages(recording: Recording) -> list[OutputStorage]:
+    """Returns what matrix products and attention have made in the block calls of a recording, in order."""
+    saved = {event.tensor.storage for event in recording.events if type(event) is SavedTensor}
+    overwritten = set(_overwritten(recording))
+    seen, found = set(recording.boundaries.kept_storages), list[OutputStorage]()
+    for when, event in enumerate(recording.events):
+        if type(event) is not AtenOp or not event.block_call:
+            continue
+        op = op_of_kernel(event.packet)
+        for index, made in enumerate(event.outputs if op else ()):
+            if made.storage in seen or not made.dtype.is_floating_point:
+                continue
+            seen.add(made.storage)
+            found.append(
+                OutputStorage(
+                    when,
+                    event.block_call,
+                    op,
+                    made.storage_nbytes // made.dtype.itemsize,
+                    op == "attention" and index > 0,
+                    made.storage in saved,
+                    made.storage in overwritten,
+                    0 if index else count_flops(event),
+                )
+            )
+    return found
+
+
+def _overwritten(recording: Recording) -> Iterator[int]:
+    """Yields the storages into which operations write."""
+    for event in recording.events:
+        if type(event) is not AtenOp:
+            continue
+        schema = event.overload._schema
+        if schema.is_mutable:
+            given = {**dict(zip((each.name for each in schema.arguments), event.args, strict=False)), **event.kwargs}
+            written = (each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write)
+            yield from (
+                given[name].storage for name in written if isinstance(given.get(name), TensorRecord)
+            )
+
+
+def kept_outputs(
+    storages: Iterable[OutputStorage], ranged_calls: RangedCalls, batch: int
+) -> tuple[KeptOutputs, ...]:
+    """Returns `storages`, of `batch` samples, per sample, block call, kind of operation and layer.
+
+    `ranged_calls` are the calls of layers that can be sharded, each with its time.
+    """
+    shardings = _Shardings(ranged_calls)
+    groups: dict[tuple[str, str, str, bool], list[OutputStorage]] = {}
+    for each in storages:
+        groups.setdefault((each.block_call, each.op, *shardings.at(each.when)), []).append(each)
+
+    def per_sample(group: Sequence[OutputStorage], *, wide: bool, saved: bool) -> int:
+        chosen = (each for each in group if each.is_wide == wide and (each.is_saved or not saved))
+        return sum(each.numel for each in chosen) // batch
+
+    return tuple(
+        KeptOutputs(
+            block_call,
+            op,
+            per_sample(group, wide=False, saved=False),
+            per_sample(group, wide=False, saved=True),
+            per_sample(group, wide=True, saved=False),
+            per_sample(group, wide=True, saved=True),
+            sum(each.flops for each in group) // batch,
+            layer,
+            is_sum,
+            any(each.is_overwritten for each in group),
+        )
+        for (block_call, op, layer, is_sum), group in groups.items()
+    )
+
+
+class _Shardings:
+    """By the time at which a tensor is made, the layer with which it is sharded, and whether it is a sum."""
+
+    def __init__(self, ranged_calls: RangedCalls) -> None:
+        self._own: list[tuple[int, int, str, bool]] = []  # begin, end, layer, is a sum
+        self._pairs: list[tuple[int, int, str]] = []
+        begin, block_call = -1, ""
+        for call, costs in ranged_calls:
+            if costs is None:
+                continue
+            self._own.append((costs.begin, costs.end, call.name, call.role == "rowwise"))
+            if call.role == "colwise" and (begin < 0 or call.block_call != block_call):
+                begin, block_call = costs.begin, call.block_call
+            elif call.role == "rowwise" and begin >= 0:
+                self._pairs.append((begin, costs.end, call.name))
+                begin = -1
+
+    def at(self, when: int) -> tuple[str, bool]:
+        """Returns the layer ("": none), and whether what is made is a sum in which it ends."""
+        for begin, end, layer, is_sum in self._own:
+            if begin <= when <= end:
+                return layer, is_sum
+        return next((layer for begin, end, layer in self._pairs if begin <= when <= end), ""), False
