@@ -17,15 +17,18 @@ from meshwright.api import analyze, make_plan, parallelize, trace
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loading.loader import Model
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory import selective_outputs
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.selective_outputs import KeepOutputs, TakeOutputs
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
@@ -38,8 +41,11 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
+from tests.parallel.expert.mixture_model import analyzed_mixtral
 from tests.parallel.memory.tiers.test_offload_combinations import MIXED, job
-from tests.parallel.tensor.odd_llama import TOKENS, analyzed_llama, batches
+from tests.parallel.tensor.even_llama import analyzed_even_llama
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.tiny_model import TOKENS as LENGTH
 from tests.tiny_model import VOCABULARY, case_of, executor_of, first_of, tiny_job, token_samples, verdict_of
 
 CPU = torch.device("cpu")
@@ -208,17 +214,99 @@ def test_kept_outputs_of_one_shape_that_change_places_are_noticed(monkeypatch: p
     assert first_of(verdict_of(case_of(analyzed("llama"), plan)))[:2] == (0, "gradient")
 
 
-def test_a_rerun_that_ends_early_or_whose_outputs_were_overwritten_is_refused():
+def test_a_rerun_that_ends_early_is_refused():
+    with KeepOutputs(["matmul"]) as keeping:
+        nn.Linear(4, 4)(torch.ones(3, 4))
+    taking = TakeOutputs(["matmul"], keeping.kept, "mlp")
+    with pytest.raises(PlanError, match="run again without 1 operations of its first run: aten.addmm"):
+        taking.check_all_taken()
+
+
+def test_what_was_overwritten_runs_again():
     layer, x = nn.Linear(4, 4), torch.ones(3, 4, requires_grad=True)
-    for write in (False, True):
+    for overwrites_inside in (True, False):
         with KeepOutputs(["matmul"]) as keeping:
             made = layer(x)
-        if write:
-            made.mul_(2)
-        with TakeOutputs(["matmul"], keeping.kept, "mlp") as taking:
-            if write:
-                with pytest.raises(PlanError, match="'mlp' keeps what aten.addmm.default returned, and something"):
-                    layer(x)
-            else:
-                with pytest.raises(PlanError, match="run again without 1 operations of its first run: aten.addmm"):
-                    taking.check_all_taken()
+            _ = made.mul_(2) if overwrites_inside else made
+        assert (keeping.kept[0].returned is None) == overwrites_inside
+        made.mul_(2)
+        with TakeOutputs(["matmul"], keeping.kept, "mlp"):
+            again = layer(x)
+        assert torch.equal(again, layer(x))
+
+
+class Overwriting(nn.Module):
+    """A model whose layers write into what their first product returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Tanh()) for _ in range(2)
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@cache
+def overwriting() -> AnalyzedModel:
+    blocks = ["embed", "layers.0", "layers.1", "head"]
+    return analyze(lambda: Model(Overwriting(), blocks=blocks), token_samples(2), loss=token_cross_entropy())
+
+
+def refusal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> str:
+    with pytest.raises(PlanError) as error:
+        make_plan(analyzed, tiny_job(), mesh, strategies)
+    return str(error.value)
+
+
+def test_what_cannot_be_kept_is_refused_by_name():
+    where = "strategies.activation_checkpointing.save: "
+    ring = (RingAttention(), DDP(axis="cp"))
+    for model, save, text in (
+        ("llama", SAVES[2], 'a part for each rank, not one output\n  repair: write save = ["matmul"]'),
+        ("llama, dropout", SAVES[0], "attention with dropout overwrites what its products return"),
+    ):
+        found = refusal(analyzed(model), Mesh(cp=2), *ring, checkpointing(*save))
+        assert f"{where}ranks share the tokens of a sample, and " in found
+        assert text in found
+    square = (BatchSplit("dp_shard"), ZeRO(), TensorParallel2D(), checkpointing("matmul"))
+    assert f"{where}the residual stream is sharded by features" in refusal(
+        analyzed_even_llama(), Mesh(dp_shard=2, tp=2), *square
+    )
+    assert f"{where}no block of model that runs again is known to keep what attention returns" in refusal(
+        overwriting(), Mesh(), checkpointing("attention")
+    )
+    assert "'matmul' or 'attention'" in refusal_of_field()
+    mixtral = refusal(analyzed_mixtral(), Mesh(), checkpointing("matmul"))
+    assert f"{where}'model.layers.0' calls experts, and the data decides how many rows" in mixtral
+
+
+def refusal_of_field() -> str:
+    with pytest.raises(PlanError) as error:
+        checkpointing("softmax")
+    return str(error.value)
+
+
+def test_an_output_that_the_block_overwrites_is_neither_planned_nor_kept():
+    """Of a layer it is the first product; the second is kept."""
+    assert [each.numel for each in overwriting().model_spec.kept_outputs] == [6 * LENGTH, 6 * LENGTH]
+    plan = make_plan(overwriting(), tiny_job(), Mesh(), (ActivationCheckpointing(save=("matmul",)),))
+    verdict = verdict_of(case_of(overwriting(), plan))
+    assert verdict.passed, str(verdict)
+
+
+def test_ring_attention_runs_again_beside_kept_products(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selective_outputs, "KeepOutputs", Noted)
+    mesh, ring = Mesh(cp=3), (RingAttention(), DDP(axis="cp"))
+    plan, plain = (
+        make_plan(analyzed_llama(), job(FLOAT64), mesh, (*ring, ActivationCheckpointing(save=save)), 2)
+        for save in (SAVES[0], ())
+    )
+    found, wanted = trained(plan), trained(plain)
+    assert [each for each, _ in found] == [each for each, _ in wanted]
+    assert {sum(sizes) for _, sizes in found} == {kept_nbytes(plan) * plan.num_microbatches}

@@ -4,7 +4,8 @@ keep it.
     matmul       mm, addmm, bmm, baddbmm, linear, convolution
     attention    fused kernels: the output, and the log-sum-exp, which is in float32 at least
 
-Storages count once; outputs of the block call itself are none of them, because they are held anyway. What lies
+Storages count once. Outputs of the block call itself are none of them, because they are held anyway, and no
+storages into which it writes: what was returned is lost then, and runs again. What lies
 between a colwise and a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise
 layer returns is a summand on each rank, as large as the sum.
 """
@@ -55,7 +56,6 @@ class OutputStorage:
     numel: int
     is_wide: bool
     is_saved: bool
-    is_overwritten: bool
     flops: int
 
 
@@ -67,8 +67,7 @@ def op_of_kernel(packet: Any) -> str:
 def output_storages(recording: Recording) -> list[OutputStorage]:
     """Returns what matrix products and attention have made in the block calls of a recording, in order."""
     saved = {event.tensor.storage for event in recording.events if type(event) is SavedTensor}
-    overwritten = set(_overwritten(recording))
-    seen, found = set(recording.boundaries.kept_storages), list[OutputStorage]()
+    seen, found = {*recording.boundaries.kept_storages, *_overwritten(recording)}, list[OutputStorage]()
     for when, event in enumerate(recording.events):
         if type(event) is not AtenOp or not event.block_call:
             continue
@@ -85,7 +84,6 @@ def output_storages(recording: Recording) -> list[OutputStorage]:
                     made.storage_nbytes // made.dtype.itemsize,
                     op == "attention" and index > 0,
                     made.storage in saved,
-                    made.storage in overwritten,
                     0 if index else count_flops(event),
                 )
             )
@@ -133,7 +131,6 @@ def kept_outputs(
             sum(each.flops for each in group) // batch,
             layer,
             is_sum,
-            any(each.is_overwritten for each in group),
         )
         for (block_call, op, layer, is_sum), group in groups.items()
     )

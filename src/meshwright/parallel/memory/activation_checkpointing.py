@@ -34,7 +34,7 @@ Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05
 recomputation).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -78,7 +78,7 @@ class ActivationCheckpointing(Strategy):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.save:
-            yield from kept_outputs_diagnostics(sharding, f"{LOCATION}.save")
+            yield from kept_outputs_diagnostics(sharding, self.save, f"{LOCATION}.save")
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._checkpoint(actions, view, job))
@@ -107,19 +107,13 @@ class ActivationCheckpointing(Strategy):
     def _check_kept_outputs(self, model_spec: ModelSpec) -> Iterator[Diagnostic]:
         """Yields what stands against keeping outputs of operations in the blocks that run again."""
         chosen = {call for call in model_spec.block_calls if may_recompute(call, self.blocks, model_spec)}
-        kept = [each for each in model_spec.kept_outputs if each.block_call in chosen and each.op in self.save]
-        if not kept:
-            text = f"no block of {model_spec.name} that runs again is known to call {' or '.join(self.save)}"
-            yield Diagnostic(text, "leave out `save`: everything runs again", f"{LOCATION}.save")
+        if not any(each.block_call in chosen and each.op in self.save for each in model_spec.kept_outputs):
+            text = f"no block of {model_spec.name} that runs again is known to keep what {' or '.join(self.save)}"
+            yield Diagnostic(f"{text} returns", WITHOUT_SAVE, f"{LOCATION}.save")
         experts = [each.block_call for each in model_spec.experts_calls if each.block_call in chosen]
         if experts:
             text = f"'{experts[0]}' calls experts, and the data decides how many rows their products return"
             yield Diagnostic(text, f"leave it out of `blocks`, or {WITHOUT_SAVE}", f"{LOCATION}.save")
-        written = next((each for each in kept if each.is_overwritten), None)
-        if written is not None:
-            text = f"'{written.block_call}' writes in place into what a {written.op} returned, which is kept"
-            fix = f"use inplace=False there, leave '{written.op}' out of `save`, or {WITHOUT_SAVE}"
-            yield Diagnostic(text, fix, f"{LOCATION}.save")
 
 
 def may_recompute(block_call: str, patterns: tuple[str, ...], model_spec: ModelSpec) -> bool:
@@ -127,11 +121,19 @@ def may_recompute(block_call: str, patterns: tuple[str, ...], model_spec: ModelS
     return matches_any(block_call, patterns) if patterns else block_call != model_spec.block_calls[-1]
 
 
-def kept_outputs_diagnostics(sharding: ShardingPlan, location: str) -> Iterator[Diagnostic]:
-    """Yields what of `sharding` stands against keeping outputs of operations, at `location`."""
-    if sharding.sequence_sharding is not None:
-        text = "ranks share the tokens of a sample, and attention runs in parts of its own, some for each rank"
-        yield Diagnostic(text, f"{WITHOUT_SAVE}, or set mesh.cp = 1", location)
+def kept_outputs_diagnostics(
+    sharding: ShardingPlan, ops: Sequence[str], location: str
+) -> Iterator[Diagnostic]:
+    """Yields what of `sharding` stands against keeping the outputs of `ops`, at `location`."""
+    if sharding.sequence_sharding is not None and "attention" in ops:
+        text = "ranks share the tokens of a sample, and attention returns a part for each rank, not one output"
+        yield Diagnostic(text, 'write save = ["matmul"]', location)
+    elif sharding.sequence_sharding is not None and sharding.model_spec.has_dropout:
+        text = "ranks share the tokens of a sample, and attention with dropout overwrites what its products "
+        yield Diagnostic(f"{text}return", f"{WITHOUT_SAVE}, or set the dropout to 0", location)
+    if sharding.residual_layout.axes_with("S") and not sharding.sequence_sliced_calls:
+        text = "the residual stream is sharded by features, and products run in parts of their own"
+        yield Diagnostic(text, f'{WITHOUT_SAVE}; or take mode = "1d" of tensor_parallel', location)
 
 
 def checkpointing_diagnostics(

@@ -29,7 +29,10 @@ EXCLUDE_FIX = "leave the kind of operation out of `save`, or the block out of `b
 
 
 class _KeptCall:
-    """What one operation returned, and what it was called with: the operation, shapes and dtypes."""
+    """What one operation returned, and what it was called with: the operation, shapes and dtypes.
+
+    Once something has written into it, it is lost, and the operation has to run again.
+    """
 
     __slots__ = ("_versions", "called_with", "returned")
 
@@ -38,8 +41,12 @@ class _KeptCall:
         self._versions = _versions(self.returned)
 
     @property
-    def is_overwritten(self) -> bool:
+    def is_lost(self) -> bool:
         return _versions(self.returned) != self._versions
+
+    def drop_if_lost(self) -> None:
+        if self.is_lost:
+            self.returned, self._versions = None, [-1]
 
 
 class KeepOutputs(TorchDispatchMode):
@@ -57,12 +64,17 @@ class KeepOutputs(TorchDispatchMode):
             self.kept.append(_KeptCall(_called_with(func, args, kwargs), returned))
         return returned
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for each in self.kept:
+            each.drop_if_lost()
+
 
 class TakeOutputs(TorchDispatchMode):
-    """While active, operations of the kinds `ops` return what `kept` holds, in order, and do not run.
+    """While active, operations of the kinds `ops` return what `kept` holds, in order, and do not run: but for
+    those whose outputs something has overwritten.
 
-    Raises PlanError, with the name `block_call`, for other operations than were kept, and for outputs into
-    which something has written since.
+    Raises PlanError, with the name `block_call`, for other operations than were kept.
     """
 
     def __init__(self, ops: Iterable[str], kept: deque[_KeptCall], block_call: str) -> None:
@@ -79,10 +91,7 @@ class TakeOutputs(TorchDispatchMode):
             before = "nothing" if found is None else _text(found.called_with)
             text = f"the block '{self._block_call}' runs again and calls {_text(_called_with(func, args, kwargs))}"
             raise _other_operations(f"{text}, where {before} was kept")
-        if found.is_overwritten:
-            text = f"the block '{self._block_call}' keeps what {func} returned, and something wrote into it"
-            raise PlanError(text, fix=f"use inplace=False there, or {EXCLUDE_FIX}", location=LOCATION)
-        return found.returned
+        return func(*args, **(kwargs or {})) if found.is_lost else found.returned
 
     def check_all_taken(self) -> None:
         """Raises PlanError if the rerun has ended without some of what was kept."""

@@ -66,8 +66,8 @@ class KeptOutputs:
 
     `numel` have the compute dtype, `wide_numel` float32 at least; of these autograd saves `saved_numel` and
     `wide_saved_numel`. `flops` are their operations. They are sharded with `layer`; of a sum (`is_sum`), in
-    which a rowwise layer ends, each rank has a summand of every element. `is_overwritten`: the block writes
-    into some of them.
+    which a rowwise layer ends, each rank has a summand of every element. What the block overwrites is none of
+    them.
     """
 
     block_call: str
@@ -79,7 +79,6 @@ class KeptOutputs:
     flops: int = 0
     layer: str = ""
     is_sum: bool = False
-    is_overwritten: bool = False
 
     def nbytes(self, width: int) -> int:
         """Returns the bytes of a sample in a compute dtype of `width` bytes."""
