@@ -37,6 +37,7 @@ SHARED = (
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",
+    "memory/selective_outputs",
     "tiers/offload_actions",
     "tiers/kept_tensor_copies",
     "tiers/kept_tensor_file",

@@ -67,11 +67,24 @@ PIPELINE = '[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_sched
 BY_OPERATION = '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"'
 
 
+@pytest.mark.parametrize(("degree", "save"), [(1, ["matmul", "attention"]), (2, ["matmul"])])
+def test_selective_checkpointing_by_operation_keeps_what_ranks_have_whole(
+    tmp_path: Path, degree: int, save: list[str]
+):
+    text = f"{BY_OPERATION}\n[parallelism]\ncontext_parallel_degree = {degree}\n"
+    found = imported(tmp_path, "job.toml", text, devices=2).document["strategies"]
+    assert [each["save"] for each in found if each["name"] == "activation_checkpointing"] == [save]
+
+
 @pytest.mark.parametrize(
     ("text", "option", "message"),
     [
         (PIPELINE, "parallelism.pipeline_parallel_schedule", "refused: the schedule Nope is not there"),
-        (BY_OPERATION, "activation_checkpoint.selective_ac_option", "refused: selective checkpointing by"),
+        (
+            BY_OPERATION,
+            "activation_checkpoint.selective_ac_option",
+            "refused: written is save = ['matmul', 'attention']",
+        ),
         (
             '[parallelism]\npipeline_parallel_split_points = ["layers.2"]',
             "parallelism.pipeline_parallel_split_points",
@@ -113,7 +126,7 @@ def test_a_batch_that_depends_on_the_ranks_asks_for_them(tmp_path: Path):
 def test_ddp_computes_in_autocast_and_hsdp_replicates_shards(tmp_path: Path):
     ddp = "[parallelism]\ndata_parallel_replicate_degree = 4\ndata_parallel_shard_degree = 1\n"
     result = imported(tmp_path, "job.toml", ddp, devices=4)
-    assert strategies(result) == ["batch_split", "ddp"]
+    assert strategies(result) == ["activation_checkpointing", "batch_split", "ddp"]
     assert result.document["precision"] == {"compute": "bfloat16"}
     hsdp = imported(tmp_path, "job.toml", "[parallelism]\ndata_parallel_replicate_degree = 2\n", devices=4)
     assert hsdp.document["mesh"] == {"dp_replicate": 2, "dp_shard": 2}

@@ -68,6 +68,5 @@ class Net(nn.Module):
 def test_what_a_block_returns_is_not_kept_twice_and_writes_are_seen():
     spec = analyze(lambda: Model(Net()), token_samples(2), loss=token_cross_entropy()).model_spec
     assert spec.kept_outputs == tuple(
-        KeptOutputs(f"layers.{at}", "matmul", 8 * LENGTH, 0, flops=2 * 6 * 8 * LENGTH)
-        for at in range(2)
+        KeptOutputs(f"layers.{at}", "matmul", 8 * LENGTH, 0, flops=2 * 6 * 8 * LENGTH) for at in range(2)
     )

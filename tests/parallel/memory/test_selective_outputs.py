@@ -1,7 +1,7 @@
 """Checkpointed blocks that keep outputs of operations: the bits of any run, and the bytes that the plan says."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from threading import local
@@ -107,7 +107,8 @@ def trained_alone(model: str, plan: Plan) -> tuple[dict[str, bytes], list[int]]:
         loss(action)
 
     executor._entries = [
-        (each, counted if each.kind == "LOSS" else handler, waits) for each, handler, waits in executor._entries
+        (each, counted if each.kind == "LOSS" else handler, waits)
+        for each, handler, waits in executor._entries
     ]
     for _ in range(2):
         executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
@@ -176,7 +177,9 @@ def test_ranks_have_the_bits_of_the_plan_without_and_keep_what_theirs_says(
     monkeypatch.setattr(selective_outputs, "KeepOutputs", Noted)
     mesh, strategies = CASES[case]
     plan, plain = (
-        make_plan(analyzed_llama(), job(precision), mesh, (*strategies, ActivationCheckpointing(save=save)), 2)
+        make_plan(
+            analyzed_llama(), job(precision), mesh, (*strategies, ActivationCheckpointing(save=save)), 2
+        )
         for save in (SAVES[2], ())
     )
     assert static_checks(plan) == []
@@ -242,7 +245,8 @@ class Overwriting(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, VOCABULARY)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Tanh()) for _ in range(2)
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Tanh())
+            for _ in range(2)
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

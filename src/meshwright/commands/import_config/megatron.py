@@ -326,8 +326,9 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
         else:
             config.refuse(
                 "recompute-modules",
-                "parts of a block are not recomputed alone",
-                "add memory_budget with its budget_mb, or declare the parts as blocks",
+                "modules inside a block are not recomputed alone",
+                'add activation_checkpointing with save = ["matmul", "attention"], which recomputes all else, or '
+                "memory_budget, or declare the parts as blocks",
             )
         return None
     if granularity != "full" and not config.get("checkpoint-activations", False):

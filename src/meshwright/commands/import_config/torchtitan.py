@@ -77,7 +77,7 @@ RULES: dict[str, Rule] = {
     f"{P}context_parallel_degree": mapped("mesh.cp"),
     f"{P}context_parallel_load_balancer": mapped("ring.load_balance"),
     f"{A}mode": mapped("activation_checkpointing"),
-    f"{A}selective_ac_option": mapped("activation_checkpointing.blocks"),
+    f"{A}selective_ac_option": mapped("activation_checkpointing.blocks", "activation_checkpointing.save"),
     f"{C}interval": mapped("run.save_every"),
     f"{C}keep_latest_k": mapped("run.keep"),
     "job.dump_folder": mapped("run.folder"),
@@ -184,11 +184,14 @@ RULES: dict[str, Rule] = {
         "see docs/techniques/pipeline/schedules/custom.md",
         f"{P}pipeline_parallel_schedule_csv",
     ),
-    **dropped(
-        "only with selective checkpointing by operation", f"{A}per_op_sac_force_recompute_mm_shapes_by_fqns"
+    **refused(
+        "all matrix products of a block are kept, or none",
+        "leave it out",
+        f"{A}per_op_sac_force_recompute_mm_shapes_by_fqns",
     ),
     **dropped("the second forward draws the same numbers", f"{A}preserve_rng_state", f"{A}determinism_check"),
-    **dropped("only with selective checkpointing by operation", f"{A}early_stop", f"{A}debug"),
+    **dropped("a block that runs again runs to its end", f"{A}early_stop"),
+    **dropped("other operations in the rerun are an error", f"{A}debug"),
     **refused(
         "a share of the activations is not known before a trial",
         "add memory_budget, with its budget_mb in MiB",
@@ -366,11 +369,21 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
         return {}
     if mode == "selective" and option == "2":
         return {"blocks": ["*[13579]"]}
+    if mode == "selective" and option == "op":
+        with_cp = config.get(f"{P}context_parallel_degree", 1) > 1  # attention returns a part for each rank
+        save = ["matmul"] if with_cp else ["matmul", "attention"]
+        text = f"written is save = {save}, which keeps what every matrix product returns: torchtitan keeps every "
+        text += "second one, in fewer bytes, and the output of the reduce-scatter. The numbers are the same"
+        config.refuse(_option(config), text, "accept it, or leave out `save`: then everything runs again")
+        return {"save": save}
     if mode != "none":
-        where = f"{A}selective_ac_option" if config.is_given(f"{A}selective_ac_option") else f"{A}mode"
         text = f"selective checkpointing by '{option}' is not there; written is none"
-        config.refuse(where, text, 'add [[strategies]] name = "memory_budget", with budget_mb')
+        config.refuse(_option(config), text, 'add [[strategies]] name = "memory_budget", with budget_mb')
     return None
+
+
+def _option(config: Translation) -> str:
+    return f"{A}selective_ac_option" if config.is_given(f"{A}selective_ac_option") else f"{A}mode"
 
 
 def _write_run(config: Translation) -> None:

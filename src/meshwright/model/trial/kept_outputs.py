@@ -97,11 +97,12 @@ def _overwritten(recording: Recording) -> Iterator[int]:
             continue
         schema = event.overload._schema
         if schema.is_mutable:
-            given = {**dict(zip((each.name for each in schema.arguments), event.args, strict=False)), **event.kwargs}
+            given = {
+                **dict(zip((each.name for each in schema.arguments), event.args, strict=False)),
+                **event.kwargs,
+            }
             written = (each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write)
-            yield from (
-                given[name].storage for name in written if isinstance(given.get(name), TensorRecord)
-            )
+            yield from (given[name].storage for name in written if isinstance(given.get(name), TensorRecord))
 
 
 def kept_outputs(

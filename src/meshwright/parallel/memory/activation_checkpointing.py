@@ -19,19 +19,44 @@ of the first run.
     activations = sum_i x_i + max_i [i]          instead of sum_i (x_i + [i])
     operations <= 4/3 of a step's: forward 1, backward 2, second forward at most 1
 
+With `save` a checkpointed block keeps more than its inputs: what operations of these kinds return, below
+autograd. In the rerun they do not run; norms, rotations, activation functions and products of elements do,
+which cost little beside matrix products and hold most of the bytes.
+
+    save           what is kept                                               runs again
+    "matmul"       outputs of mm, addmm, bmm, baddbmm, linear, convolution    attention, elementwise
+    "attention"    outputs and log-sum-exp of fused attention kernels         matrix products, elementwise
+
+    both, in a Llama layer: 4 h + 2 k + 2 f + n numbers per token, with h features, f inside of the MLP, k of keys
+    and n heads; no matrix product runs again
+
+    F_CHECKPOINTED   the inputs, and the outputs of [q k v] [attend] [o] [gate up] [down]
+    RECOMPUTE        norm [.] rotate [.] [.] add norm [.] silu, times [.] add         [.]: taken in order
+
+Sums and rotations save none of their operands, so what [q k v], [o] and [down] return is held only until the
+rerun; the rest is a part of what the rerun saves, and is held until the backward. torchtitan's `selective_ac_option = "op"` keeps every
+second matrix product; Megatron's `recompute-granularity selective` recomputes attention alone, which a fused
+kernel does inside of its backward. An output that the block overwrites is not kept. Collectives inside blocks
+run again.
+
 `blocks` selects block calls by patterns ("model.layers.*"); a user who declares parts of a layer as blocks
 (attention, mlp) selects among those. Blocks without intermediate activations are never recomputed. To
 recompute no more than the memory asks for, give the strategy `memory_budget` a number of bytes instead.
 
 Cost: no bytes sent, but for weights that ZeRO shards: RECOMPUTE and B share one gathering. Time: at most
 that of the forward. A clone of the residual stream per block if the model writes in place.
-Limits: parts of one block are not recomputed separately. A block that passes tensors on in objects of its
-own, writes into a cache argument, or whose input is overwritten, is refused by name; one that appends to its
-own list does so twice. Kernels that add in no fixed order (sums by index on a GPU) give other last bits the
-second time.
+With `save`, time: that of the forward without these operations, and a call of Python for each operation of a
+block.
+Limits: of the parts of one block only operations of the kinds `save` are chosen, all of a kind. Experts are
+refused with `save`, since the data decides how many rows they return; so are attention on ranks that share
+tokens, and tensor parallelism that shards features of the stream. Bytes of `save` are to the byte those on a
+CPU: kernels of accelerators may pad a log-sum-exp, and keep the state of a generator. tiled_mlp computes what
+was kept once more. A block that passes tensors on in objects of its own, writes into a cache argument, or
+whose input is overwritten, is refused by name; one that appends to its own list does so twice. Kernels that
+add in no fixed order (sums by index on a GPU) give other last bits the second time.
 Paper: Griewank and Walther 2000, "Algorithm 799: revolve" (TOMS); Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05198 (section 5, selective
-recomputation).
+recomputation). The form by operation is that of torch.utils.checkpoint.create_selective_checkpoint_contexts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +79,6 @@ from meshwright.plan.step.memory.recomputed_segments import RecomputedSegment, r
 from meshwright.plan.step.program import Action, Program, with_extra_memory
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
-
 
 LOCATION = "strategies.activation_checkpointing"
 WITHOUT_SAVE = "remove `save`: everything runs again"
@@ -108,8 +132,8 @@ class ActivationCheckpointing(Strategy):
         """Yields what stands against keeping outputs of operations in the blocks that run again."""
         chosen = {call for call in model_spec.block_calls if may_recompute(call, self.blocks, model_spec)}
         if not any(each.block_call in chosen and each.op in self.save for each in model_spec.kept_outputs):
-            text = f"no block of {model_spec.name} that runs again is known to keep what {' or '.join(self.save)}"
-            yield Diagnostic(f"{text} returns", WITHOUT_SAVE, f"{LOCATION}.save")
+            text = f"no block of {model_spec.name} that runs again is known to keep what "
+            yield Diagnostic(f"{text}{' or '.join(self.save)} returns", WITHOUT_SAVE, f"{LOCATION}.save")
         experts = [each.block_call for each in model_spec.experts_calls if each.block_call in chosen]
         if experts:
             text = f"'{experts[0]}' calls experts, and the data decides how many rows their products return"
@@ -126,7 +150,9 @@ def kept_outputs_diagnostics(
 ) -> Iterator[Diagnostic]:
     """Yields what of `sharding` stands against keeping the outputs of `ops`, at `location`."""
     if sharding.sequence_sharding is not None and "attention" in ops:
-        text = "ranks share the tokens of a sample, and attention returns a part for each rank, not one output"
+        text = (
+            "ranks share the tokens of a sample, and attention returns a part for each rank, not one output"
+        )
         yield Diagnostic(text, 'write save = ["matmul"]', location)
     elif sharding.sequence_sharding is not None and sharding.model_spec.has_dropout:
         text = "ranks share the tokens of a sample, and attention with dropout overwrites what its products "

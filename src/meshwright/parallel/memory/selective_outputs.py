@@ -89,14 +89,17 @@ class TakeOutputs(TorchDispatchMode):
         found = self._kept.popleft() if self._kept else None
         if found is None or found.called_with != _called_with(func, args, kwargs):
             before = "nothing" if found is None else _text(found.called_with)
-            text = f"the block '{self._block_call}' runs again and calls {_text(_called_with(func, args, kwargs))}"
-            raise _other_operations(f"{text}, where {before} was kept")
+            called = _text(_called_with(func, args, kwargs))
+            text = f"the block '{self._block_call}' runs again and calls {called}, where {before} was kept"
+            raise _other_operations(text)
         return func(*args, **(kwargs or {})) if found.is_lost else found.returned
 
     def check_all_taken(self) -> None:
         """Raises PlanError if the rerun has ended without some of what was kept."""
         if self._kept:
-            text = f"the block '{self._block_call}' has run again without {len(self._kept)} operations of its "
+            text = (
+                f"the block '{self._block_call}' has run again without {len(self._kept)} operations of its "
+            )
             raise _other_operations(f"{text}first run: {_text(self._kept[0].called_with)}")
 
 

@@ -28,7 +28,9 @@ def selective(*ops: str) -> Plan:
     calls = ("layer1", "layer2", "layer3")
     view, job = plan.rank_view(0), plan.job
     segments = [RecomputedSegment((call,)) for call in calls]
-    return edited(plan, lambda actions: keep_outputs(recompute_segments(actions, segments), calls, ops, view, job))
+    return edited(
+        plan, lambda actions: keep_outputs(recompute_segments(actions, segments), calls, ops, view, job)
+    )
 
 
 def held(plan: Plan) -> dict[str, dict[str, int]]:
@@ -39,7 +41,9 @@ def held(plan: Plan) -> dict[str, dict[str, int]]:
         for name in action.frees:
             live.pop(name, None)
         kinds = {name.partition("(")[0]: size for name, size in live.items() if "(layer1, 0)" in name}
-        found[action.name] = {name: size for name, size in kinds.items() if name.startswith(("kept", "saved"))}
+        found[action.name] = {
+            name: size for name, size in kinds.items() if name.startswith(("kept", "saved"))
+        }
     return found
 
 

@@ -48,7 +48,10 @@ def kept_outputs_memory(
     such operations.
     """
     share, width = view.work_share, FLOAT_NBYTES[job.precision.compute]
-    head, flops = share.chunked_head_call, dict(zip(view.model_spec.block_calls, view.model_spec.flops, strict=True))
+    head, flops = (
+        share.chunked_head_call,
+        dict(zip(view.model_spec.block_calls, view.model_spec.flops, strict=True)),
+    )
     if head is not None and head.block_call in flops:
         flops[head.block_call] -= head.flops
     found = {}
@@ -86,7 +89,10 @@ def keep_outputs(
         mine, where = kept.get(action.subject), (action.subject, action.microbatch)
         if mine is None:
             return action
-        saved, others = saved_activations_name(*where), {op: kept_op_name(op, *where) for op in mine.other_nbytes}
+        saved, others = (
+            saved_activations_name(*where),
+            {op: kept_op_name(op, *where) for op in mine.other_nbytes},
+        )
         if action.kind == CHECKPOINTED_FORWARD:
             held = [Allocation(kept_saved_name(*where), mine.saved_nbytes)]
             held += [Allocation(name, mine.other_nbytes[op]) for op, name in others.items()]
