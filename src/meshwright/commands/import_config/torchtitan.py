@@ -372,8 +372,8 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
     if mode == "selective" and option == "op":
         with_cp = config.get(f"{P}context_parallel_degree", 1) > 1  # attention returns a part for each rank
         save = ["matmul"] if with_cp else ["matmul", "attention"]
-        text = f"written is save = {save}, which keeps what every matrix product returns: torchtitan keeps every "
-        text += "second one, in fewer bytes, and the output of the reduce-scatter. The numbers are the same"
+        text = f"written is save = {save}, which keeps what every matrix product returns: torchtitan keeps "
+        text += "every second one, in fewer bytes, and the reduce-scatter's. The numbers are the same"
         config.refuse(_option(config), text, "accept it, or leave out `save`: then everything runs again")
         return {"save": save}
     if mode != "none":

@@ -5,9 +5,9 @@ keep it.
     attention    fused kernels: the output, and the log-sum-exp, which is in float32 at least
 
 Storages count once. Outputs of the block call itself are none of them, because they are held anyway, and no
-storages into which it writes: what was returned is lost then, and runs again. What lies
-between a colwise and a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise
-layer returns is a summand on each rank, as large as the sum.
+storages into which it writes: what was returned is lost then, and runs again. What lies between a colwise and
+a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise layer returns is a
+summand on each rank, as large as the sum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,8 +46,8 @@ RangedCalls = Sequence[tuple[LayerCall, LayerCosts | None]]
 
 @dataclass(frozen=True)
 class OutputStorage:
-    """A storage that an operation `op` of `block_call` has made at the event `when`, with its elements and the
-    operations of all samples.
+    """A storage that an operation `op` of `block_call` has made at the event `when`: its elements and the
+    operations, of all samples.
     """
 
     when: int
