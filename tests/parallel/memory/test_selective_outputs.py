@@ -1,4 +1,4 @@
-"""Checkpointed blocks that keep outputs of operations: the bits of any run, and the bytes that the plan says."""
+"""Checkpointed blocks that keep outputs of operations: the bits of any run, and the bytes of the plan."""
 
 import gc
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def trained_alone(model: str, plan: Plan) -> tuple[dict[str, bytes], list[int]]:
 @pytest.mark.parametrize("precision", [FLOAT64, AUTOCAST], ids=lambda each: each.compute)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_bits_are_those_without_and_the_bytes_those_of_the_plan(model: str, precision: PrecisionConfig):
-    plain, plain_live = trained_alone(model, planned(model, precision, checkpointing()))
+    _, plain_live = trained_alone(model, planned(model, precision, checkpointing()))
     usual, _ = trained_alone(model, planned(model, precision))
     has_attention = "dropout" not in model  # else its products are those of any matrices
     for save in SAVES if has_attention else SAVES[:1]:
@@ -148,8 +148,8 @@ class Noted(KeepOutputs):
 
     of_thread = local()
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: object, exc_val: object, exc_tb: object) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         returned = [each for call in self.kept for each in tree_leaves(call.returned)]
         storages = [each.untyped_storage() for each in returned if isinstance(each, torch.Tensor)]
         sizes = {each._cdata: each.nbytes() for each in storages}
@@ -221,7 +221,7 @@ def test_a_rerun_that_ends_early_is_refused():
     with KeepOutputs(["matmul"]) as keeping:
         nn.Linear(4, 4)(torch.ones(3, 4))
     taking = TakeOutputs(["matmul"], keeping.kept, "mlp")
-    with pytest.raises(PlanError, match="run again without 1 operations of its first run: aten.addmm"):
+    with pytest.raises(PlanError, match=r"run again without 1 operations of its first run: aten\.addmm"):
         taking.check_all_taken()
 
 

@@ -327,8 +327,8 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
             config.refuse(
                 "recompute-modules",
                 "modules inside a block are not recomputed alone",
-                'add activation_checkpointing with save = ["matmul", "attention"], which recomputes all else, '
-                "or memory_budget, or declare the parts as blocks",
+                'add activation_checkpointing with save = ["matmul", "attention"], which recomputes all '
+                "else, or memory_budget, or declare the parts as blocks",
             )
         return None
     if granularity != "full" and not config.get("checkpoint-activations", False):

@@ -8,7 +8,7 @@ gist                        results of ReLU and max pooling rest as bits and non
 gist_encodings              these encodings, while a block runs
 memory_budget               blocks keep, recompute or encode activations, as fast as a number of bytes allows
 partitioned_activations     ranks along tp each keep a part of what checkpointed blocks keep
-selective_outputs           keeps outputs of operations in the first run of a block, and takes them in the rerun
+selective_outputs           keeps outputs of operations in the first run of a block, for its rerun
 tiers                       what rests in the memory of the host, or on disk
 tiled_mlp                   MLPs run on one tile of tokens at a time
 """

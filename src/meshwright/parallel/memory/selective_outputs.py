@@ -64,8 +64,8 @@ class KeepOutputs(TorchDispatchMode):
             self.kept.append(_KeptCall(_called_with(func, args, kwargs), returned))
         return returned
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         for each in self.kept:
             each.drop_if_lost()
 

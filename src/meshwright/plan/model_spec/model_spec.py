@@ -301,9 +301,9 @@ class ModelSpec:
     and block arguments between colwise and rowwise layers that must be made local; `residual_flows` are the
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
     batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
-    choice; `relu_activations` are results of ReLU and max pooling that autograd saves, `kept_outputs` those of
-    matrix products and attention. `loss_saved_numel`: elements per sample that the loss keeps until its
-    backward.
+    choice; `relu_activations` are results of ReLU and max pooling that autograd saves, `kept_outputs` what
+    matrix products and attention return. `loss_saved_numel`: elements per sample that the loss keeps until
+    its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """

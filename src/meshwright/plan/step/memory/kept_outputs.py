@@ -6,7 +6,7 @@ again.
     others                                    F_CHECKPOINTED .. RECOMPUTE, which takes them
 
     F_CHECKPOINTED    its output, kept outputs
-    RECOMPUTE         saved activations without those that are kept; it frees those that autograd does not save
+    RECOMPUTE         saved activations without those that are kept; it frees what autograd does not save
 
 What a linear layer returns is saved by the activation function or the product that reads it, but not by a
 sum: the last layer of an MLP is of the second kind.
