@@ -65,6 +65,7 @@ _MODULES = {
     "meshwright.parallel.outer.local_sgd": ("LocalSGD",),
     "meshwright.parallel.outer.streaming_diloco": ("StreamingDiLoCo",),
     "meshwright.parallel.server.parameter_server": ("ParameterServer",),
+    "meshwright.parallel.server.stale_server": ("StaleServer",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
     "meshwright.parallel.pipeline.pipeline_strategy": ("Pipeline",),
     "meshwright.parallel.tensor.cube_3d": ("TensorParallel3D",),

@@ -7,7 +7,7 @@ expert      experts of a mixture of experts
 pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
 outer       sites that train apart and meet in rounds: local SGD, DiLoCo
-server      ranks that keep and step parameters for others: the parameter server
+server      ranks that keep and step parameters for others: parameter servers, synchronous or not
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
 """
 
@@ -50,6 +50,7 @@ from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.parallel.server.stale_server import StaleServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -77,6 +78,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         ZeRO,
         HierarchicalPartition,
         ParameterServer,
+        StaleServer,
         TensorParallel,
         TensorParallel2D,
         TensorParallel25D,

@@ -244,7 +244,7 @@ class Plan:
     @property
     def num_sites(self) -> int:
         """The number of sites that train apart between two rounds; 1 without rounds."""
-        return self.mesh.group_size(self.sharding.varying_axes)
+        return self.sharding.num_workers_along(self.sharding.varying_axes)
 
     def site_of(self, rank: int) -> int:
         """Returns the index of the site of `rank`."""

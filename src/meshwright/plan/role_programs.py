@@ -55,7 +55,10 @@ def role_of_view(job: Job, view: RankView, strategies: tuple[Strategy, ...], mic
     first = mesh.rank({"pp": view.coordinate["pp"], axis: index})
     ranks = range(first, first + mesh.group_size(AXES[AXES.index(axis) + 1 :]))
     owned = {param.name for param in view.model_spec.params}
-    actions = tuple(_server_actions(worker.name, worker.actions, owned))
+    found = (each.server_actions(worker.name, worker.actions, view) for each in strategies)
+    actions = next(filter(None, map(tuple, found)), ()) or tuple(
+        _server_actions(worker.name, worker.actions, owned)
+    )
     return Role(f"{worker.name}_server{index - view.plan.num_workers}", ranks, actions)
 
 

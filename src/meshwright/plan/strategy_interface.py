@@ -230,6 +230,12 @@ class Strategy(ABC):
         """
         return program
 
+    def server_actions(self, worker: str, actions: Sequence[Action], view: RankView) -> Sequence[Action]:
+        """Returns the actions of a rank that only serves, which steps the parameters of `view`, for the list
+        `actions` of the role `worker`; () leaves it those of the worker that concern what it steps.
+        """
+        return ()
+
     def coding_passes(self, action: Action, view: RankView) -> Mapping[str, int]:
         """Returns how many elements this technique codes for `action` on the rank of `view`, which takes time
         beside the messages, by what codes them: its mode for a whole sum, "encode CODEC", "decode CODEC".

@@ -219,11 +219,31 @@ def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     for action in actions:
         for name in action.tensors if action.kind == "STEP" else ():
             before[name].append(action.name)
+    if plan.sharding.has_owners and plan.sharding.varying_axes:
+        yield from _check_pushes(plan, actions)
+        return
     for axis in reversed(plan.sharding.varying_axes):  # sites of a data centre meet first
         averages = _averages(actions, axis)
         yield from _check_averages(plan, actions, axis, averages, before)
         for name, found in averages.items():
             before[name] += [average.name for average in found]
+
+
+def _check_pushes(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields parameters of workers that wait for no one whose gradients are not pushed, or whose values are
+    not pulled behind that, once in a step and from their owner.
+    """
+    owners = {each.param.name: each.owner_index for each in plan.view.param_shardings}
+    moves = [(each, each.transfer) for each in actions if each.transfer and each.transfer.by_arrival]
+    for name in () if plan.view.is_server else (param.name for param in plan.view.model_spec.trainable):
+        found = [(action, transfer) for action, transfer in moves if name in action.tensors]
+        names = " and ".join(action.name for action, _ in found) or "nothing"
+        if [transfer.collective for _, transfer in found] != ["send", "recv"]:
+            yield f"{name} is to be pushed once, and then pulled: {names} moves it"
+        elif found[0][0].name not in found[1][0].waits:
+            yield f"{found[1][0].name} does not wait for {found[0][0].name}"
+        elif wrong := {transfer.root for _, transfer in found} - {owners[name]}:
+            yield f"{names} name index {min(wrong)}, and index {owners[name]} steps {name}"
 
 
 def _averages(actions: Sequence[Action], axis: str) -> Mapping[str, list[Action]]:

@@ -196,7 +196,7 @@ def _check_microbatch_updates(plan: RankPlan, actions: Sequence[Action]) -> Iter
     pending_microbatch: int | None = None  # the microbatch whose gradients are pending
     stepped: set[int | None] = set()
     for action in actions:
-        if action.kind in WEIGHT_GRAD_KINDS:
+        if action.kind in (*WEIGHT_GRAD_KINDS, "TAKE"):
             if pending_microbatch not in (None, action.microbatch):
                 yield (
                     f"{action.name} adds to the gradients of microbatch {pending_microbatch}, and no "
@@ -330,7 +330,7 @@ def _check_uses(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     sharded = {
         param_sharding.param.name: param_sharding
         for param_sharding in plan.view.param_shardings
-        if param_sharding.flat_shard_axes
+        if set(param_sharding.flat_shard_axes).difference(plan.sharding.varying_axes)  # these are kept whole
     }
     users: dict[str, list[str]] = defaultdict(list)
     for name, param_sharding in sharded.items():

@@ -51,6 +51,7 @@ class FakeGroup(Group):
         self.ranks = ranks
         self.index = index
         self.ledger = ledger
+        self._num_received = 0  # from any
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Records the send."""
@@ -61,6 +62,13 @@ class FakeGroup(Group):
         """Leaves `tensor` unchanged: the equal peer would send the same."""
         announce(self, "recv", tensor, action=action, source=source)
         return CompletedWork()
+
+    def recv_any(self, tensor: torch.Tensor, *, action: str = "") -> int:
+        """Leaves `tensor` unchanged; the other ranks come one after the other, in their order."""
+        announce(self, "recv", tensor, action=action)
+        others = [index for index in range(self.size) if index != self.index]
+        self._num_received += 1
+        return others[(self._num_received - 1) % len(others)]
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Multiplies `tensor` by the size of the group, in place."""

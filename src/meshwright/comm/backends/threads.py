@@ -75,6 +75,7 @@ class ThreadBackend:
         self._lock = RLock()
         self._conditions: dict[PendingCollective, Condition] = {}  # of those that somebody waits for
         self._pending: dict[tuple[Channel, int], PendingCollective] = {}
+        self._arrived = Condition(self._lock)  # of a message that may be for a rank that receives from any
         self._num_issued: Counter[tuple[int, Channel]] = Counter()
         self._last_calls: dict[int, CollectiveCall] = {}
         self._left_ranks: set[int] = set()
@@ -119,6 +120,8 @@ class ThreadBackend:
             if not _is_compatible(first.call, collective_input.call):
                 self._fail(rank, f"the ranks do not call the same collective.\n{self._table(pending)}")
             if pending.missing_ranks:
+                if line[0]:
+                    self._arrived.notify_all()
                 return pending
             del self._pending[line, number]
         inputs = [pending.inputs[peer] for peer in pending.ranks]
@@ -172,6 +175,39 @@ class ThreadBackend:
                 f"{self._table(pending)}",
             )
 
+    def wait_for_sender(self, rank: int, ranks: Sequence[int]) -> int:
+        """Returns which of `ranks` was the first to send what `rank` has not begun to receive.
+
+        Raises CollectiveError when none does in `timeout_s`, all others have left, or a rank has failed.
+        """
+        others = [peer for peer in ranks if peer != rank]
+
+        def first() -> int | None:
+            # pending messages are in the order in which they were submitted
+            return next(
+                (line[1][0] for line, _ in self._pending if line in lines and self._is_new(rank, line)), None
+            )
+
+        lines = {(True, (peer, rank)) for peer in others}
+        with self._lock:
+            self._arrived.wait_for(
+                lambda: (
+                    first() is not None or self._failure is not None or self._left_ranks.issuperset(others)
+                ),
+                self.timeout_s,
+            )
+            if self._failure is not None:
+                culprit, error = self._failure
+                raise CollectiveError(f"rank {rank} was released: rank {culprit} failed first, with {error}")
+            found = first()
+            if found is None:
+                text = f"rank {rank} waits for a message of one of the ranks {', '.join(map(str, others))}"
+                self._fail(rank, f"{text}, and none has come within {self.timeout_s:g} s")
+            return rank if found is None else found
+
+    def _is_new(self, rank: int, line: Channel) -> bool:
+        return (line, self._num_issued[rank, line]) in self._pending
+
     def _raise_failure(self, rank: int, call: CollectiveCall) -> None:
         if self._failure is not None:
             culprit, error = self._failure
@@ -189,6 +225,7 @@ class ThreadBackend:
         raise error
 
     def _wake_all(self) -> None:
+        self._arrived.notify_all()
         for condition in self._conditions.values():
             condition.notify_all()
 
@@ -274,6 +311,12 @@ class ThreadGroup(Group):
     def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fills `tensor` with what the rank at index `source` sends."""
         return self._submit(announce(self, "recv", tensor, action=action, source=source), tensor, tensor)
+
+    def recv_any(self, tensor: torch.Tensor, *, action: str = "") -> int:
+        """Fills `tensor` with what was sent first; returns the index of the rank that sent it."""
+        source = self.ranks.index(self._backend.wait_for_sender(self._rank, self.ranks))
+        self.recv(tensor, source=source, action=action).wait()
+        return source
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Sums `tensor` over the group, in place: in rank order, or as the rounds of `algorithm` say.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.comm.collectives.ledger import Ledger
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 
 GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them; () means all
@@ -67,6 +68,7 @@ class Group(ABC):
                                                                 rank, n ranks
         send(tensor, target=i)             S                    at i, in its recv                S
         recv(tensor, source=i)                                  tensor: what i sent, S           0
+        recv_any(tensor)                                        tensor: what came first, S       0
         broadcast(tensor, source=i)        S at i               tensor: that of i, S             S by i, else
                                                                 0
         scatter(output, tensor, source=i)  n S at i, else None  output: own slice, S             S (n-1) by i,
@@ -87,10 +89,10 @@ class Group(ABC):
 
         S bytes; "all" and slices are flat, in rank order.   (*) a named algorithm: the sum over its rounds
 
-    Every call but `barrier` returns a `Work` at once. Until its `wait` the tensors belong to the collective:
-    leave them alone. `all_reduce(tensor).wait()` is the synchronous form. Several works may be in flight, and
-    be waited for in any order; all ranks of the group issue the same calls in the same order. `action` names
-    the action in the ledger and in errors.
+    Every call but `recv_any` and `barrier` returns a `Work` at once. Until its `wait` the tensors belong to
+    the collective: leave them alone. `all_reduce(tensor).wait()` is the synchronous form. Several works may
+    be in flight, and be waited for in any order; all ranks of the group issue the same calls in the same
+    order. `action` names the action in the ledger and in errors.
 
     Tensors are contiguous; any shape, also (), and any numel, also 0, which sends nothing. Collectives that
     only move data take every dtype; sums take float64, float32, bfloat16, float16, int64, int32, int8 and
@@ -128,6 +130,15 @@ class Group(ABC):
 
         Messages between two ranks arrive in order.
         """
+
+    def recv_any(self, tensor: torch.Tensor, *, action: str = "") -> int:
+        """Fills `tensor` with what any other rank sends, and returns the index of that rank.
+
+        It returns when the message is there: of several, that of the rank that came first. Raises PlanError
+        where messages are received from a rank that is named, as on NCCL.
+        """
+        text = f"{action or 'a rank'} receives from whichever rank comes first, and {self.transport} does not"
+        raise PlanError(text, fix="run on CPUs, whose messages gloo carries", location="strategies")
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:

@@ -158,6 +158,10 @@ class SharedMemoryGroup(Group):
         """Fills `tensor` with what the rank at index `source` sends, over gloo."""
         return self._gloo_group.recv(tensor, source=source, action=action)
 
+    def recv_any(self, tensor: torch.Tensor, *, action: str = "") -> int:
+        """Fills `tensor` with what comes first, over gloo; returns the index of the rank that sent it."""
+        return self._gloo_group.recv_any(tensor, action=action)
+
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
         """Sums `tensor` over the group in rank order, in place.
 

@@ -78,7 +78,7 @@ class FlatParamStore:
                 if flat_param.master is not None and self._tiers.optimizer_states != self._tiers.step:
                     flat_param.move_master(flat_param.master, is_fetched=False)
         self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
-        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
+        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE", "TAKE")]
         # gradients stay where they are summed
         self._grads_in_place = not any(
             action.kind == "ACCUMULATE" or allocates_sum(action) for action in sums
@@ -181,15 +181,18 @@ class FlatParamStore:
     def operand(self, action: Action) -> Operand:
         """Returns what an action on a parameter group moves.
 
-        Its shard into the full tensor (all-gather, or the broadcast of an owner), its packed gradients into
-        their shard (reduce-scatter, or the reduce to an owner), or the shard of its gradients, over replicas.
+        Its shard into the full tensor (all-gather, or what an owner sends), its packed gradients (send), also
+        into their shard (reduce-scatter, or the reduce to an owner), or the shard of its gradients, over
+        replicas.
         """
         flat_param, transfer = self._by_name[action.tensors[0]], action.transfer
         match "" if transfer is None else transfer.collective:
             case "all_gather":
                 return Operand(flat_param.gather_input, flat_param.full_tensor)
-            case "broadcast":
+            case "broadcast" | "recv":
                 return Operand.in_place(flat_param.full_tensor)
+            case "send":
+                return Operand.in_place(self._packed_buffer(action))
             case "reduce_scatter" | "reduce":
                 flat = self._packed_buffer(action)
                 direct = allocates_sum(action) and self._reduce_dtype == self._grad_dtype

@@ -77,7 +77,7 @@ class ParamSharding:
 
     def grad_reductions(self) -> dict[str, str]:
         """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one;
-        to an owner, it is a reduce.
+        to an owner, it is a reduce. What varies (V) is a whole gradient on each rank, and summed with none.
         """
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
@@ -85,7 +85,7 @@ class ParamSharding:
                 self.unreduced_grad_layout.placement(axis), self.grad_layout.placement(axis)
             )
             for axis in AXES
-            if axis in axes
+            if axis in axes and self.unreduced_grad_layout.placement(axis) != V
         }
         if self.owner_index is not None:
             names = {axis: "reduce" if name == SCATTER else name for axis, name in names.items()}

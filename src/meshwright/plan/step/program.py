@@ -94,7 +94,8 @@ class Transfer:
     (empty: all). With `num_neighbours`, groups are that many neighbours, or ranks that are `stride` apart. A
     transfer `in_glue` is not repeated when a block is recomputed. If the data decides the size,
     `runtime_size` says how, and `nbytes` is what is expected. Activations and their gradients may be carried
-    by codes, of `code_parts` parts that are coded apart (0: others may not).
+    by codes, of `code_parts` parts that are coded apart (0: others may not). If it is `by_arrival`, one end
+    takes ranks in the order in which they come, which no program states.
     """
 
     collective: str
@@ -114,6 +115,7 @@ class Transfer:
     runtime_size: RuntimeSize | None = None
     root: int = 0
     code_parts: int = field(default=0, compare=False)
+    by_arrival: bool = False
 
     def __post_init__(self) -> None:
         _check_expected(self.nbytes, self.runtime_size)

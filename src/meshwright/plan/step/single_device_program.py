@@ -146,12 +146,12 @@ def stage_role(view: RankView, actions: Iterable[Action]) -> Role:
     num_ranks = view.plan.mesh.world_size // num_sites // pp_size
     first = pp_rank * num_ranks  # only sites lie outside pp: in each, the ranks of a stage follow one another
     plan = view.plan
-    num_served = num_ranks // plan.mesh.size(plan.server_axis) * plan.num_servers if plan.num_servers else 0
+    num_served = num_ranks * plan.num_servers // plan.mesh.size(plan.server_axis) if plan.num_servers else 0
     ranks = range(first, first + num_ranks - num_served)  # servers are the last ones of the stage
     if num_sites > 1 and pp_size > 1:
         ranks = SiteRanks(ranks, num_sites, num_ranks * pp_size)
     elif num_sites > 1:
-        ranks = range(view.plan.mesh.world_size)
+        ranks = range(view.plan.mesh.world_size - plan.num_servers)  # servers of sites are the last of all
     return Role(stage_role_name(pp_rank), ranks, tuple(actions))
 
 
