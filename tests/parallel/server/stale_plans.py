@@ -1,4 +1,4 @@
-"""Plans of asynchronous servers, runs of them with other timings, and their definition, played by one device."""
+"""Plans of asynchronous servers, runs with other timings, and their definition, played by one device."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -150,7 +150,7 @@ def read_record(path: Path) -> ArrivalRecord:
         header = RecordHeader(**table)
     except OSError as error:
         raise _error(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # of JSON, or of its keys
         raise _error(f"{path} is no record of arrivals") from error
     if not is_known:
         raise _error(f"{path} is no record of arrivals in the format '{FORMAT}'")
@@ -161,11 +161,14 @@ def read_record(path: Path) -> ArrivalRecord:
         digest.update(text.encode())
         if checksum != digest.hexdigest()[:16]:
             raise _error(f"line {number} of {path} does not have the checksum {checksum or 'that it needs'}")
-        for update in _updates(text):
-            if clocks.apply(update.worker) != update:
-                raise _error(f"line {number} of {path}: {update} cannot have been, after those before it")
-            clocks.release()
-            updates.append(update)
+        try:
+            found = [(update, clocks.apply(update.worker), clocks.release()) for update in _updates(text)]
+        except (ValueError, TypeError) as error:
+            raise _error(f"line {number} of {path} is no order of pushes: {error}") from error
+        wrong = next((given for given, needed, _ in found if given != needed), None)
+        if wrong is not None:
+            raise _error(f"line {number} of {path}: {wrong} cannot have been, after those before it")
+        updates += [update for update, *_ in found]
     return ArrivalRecord(header, tuple(updates))
 
 
