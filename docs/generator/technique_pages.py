@@ -34,6 +34,8 @@ SHARED = (
     "codecs/sliced_sums",
     "outer/rounds",
     "outer/round_averages",
+    "server/arrival_record",
+    "server/stale_updates",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/gist_encodings",

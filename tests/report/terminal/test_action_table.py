@@ -40,6 +40,7 @@ from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.parallel.server.stale_server import StaleServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -311,6 +312,7 @@ def all_programs() -> list[Plan]:
         ),
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
+        Plan.make(JOB, Mesh(outer=4), SyntheticModel().model_spec, (StaleServer(),)),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),
         test_loss_free_balancing.plan_of("ep"),

@@ -92,6 +92,10 @@ KIND_TEXTS = {
     "WRITE_STATES": "write optimizer states back into the file",
     "WRITE_PARAM": "write stepped parameters into the file",
     "SCATTER_PARAM": "send updated slices to all ranks",
+    "PUSH": "send gradients to their server",
+    "PULL": "receive parameters from their server",
+    "TAKE": "receive the gradients of the worker that comes first",
+    "GIVE": "send parameters to the workers that may go on",
     "NOISE_SCALE": "estimate the gradient noise scale",
     "ROUND_TOTALS": "add loss and counts of the step to those of the round",
     "ROUND_SUM": "sum loss and counts of the round over the sites",
@@ -113,6 +117,7 @@ KINDS_WITH_SUBJECT = (
     *("PACK_ROUND", "AVERAGE", "OUTER_REDUCE", "END_ROUND"),
     *("PACK_ROUND_SITE", "AVERAGE_SITE", "END_ROUND_SITE"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
+    *("PUSH", "PULL", "TAKE", "GIVE"),
 )
 
 

@@ -56,8 +56,8 @@ MEMORY_BAR_COLUMNS, SENT_BAR_COLUMNS, STEP_BAR_COLUMNS = 30, 12, 16
 ALWAYS_SHOWN_FIELDS = ("stage", "schedule")  # of a strategy, also at their defaults
 FULL_BLOCK = 0x2588  # the seven characters behind it are parts of it, an eighth narrower each
 SENT_TEXTS = {
-    **dict.fromkeys(("UNSHARD", "SCATTER_PARAM"), "parameters"),
-    **dict.fromkeys(("REDUCE", "REDUCE_TIED", "GATHER_GRAD"), "gradients"),
+    **dict.fromkeys(("UNSHARD", "SCATTER_PARAM", "GIVE"), "parameters"),
+    **dict.fromkeys(("REDUCE", "REDUCE_TIED", "GATHER_GRAD", "PUSH"), "gradients"),
     **dict.fromkeys((*FORWARD_KINDS, *RECOMPUTE_KINDS, "SEND", "CONCAT"), "activations"),
     **dict.fromkeys(("B", "I", "W", "SEND_GRAD", "CONCAT_GRAD"), "activation grads"),
     **dict.fromkeys(("GATHER", "SCATTER"), "samples"),

@@ -43,6 +43,7 @@ CATEGORY_KINDS = {
             "issue",
         ),
         *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
+        *("PUSH", "PULL", "TAKE", "GIVE"),
     ),
     "waiting": ("wait", "WAIT"),
     "optimizer": (
