@@ -312,7 +312,7 @@ def all_programs() -> list[Plan]:
         ),
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
-        Plan.make(JOB, Mesh(outer=4), SyntheticModel().model_spec, (StaleServer(),)),
+        make_plan(analyzed_model(), tiny_job(), Mesh(outer=4), (StaleServer(),)),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),
         test_loss_free_balancing.plan_of("ep"),
