@@ -54,7 +54,7 @@ CLAIM = (
 )
 WORKLOAD, SITES, RATE_MBIT, NEVER = "small", 2, 100, 1_000
 STEP_BAR, TOKENS_BAR, HEADERS = 1.05, 15.0, 0.08  # of the bytes that the interface sends
-IDLE_NBYTES = 4_096  # in a step without a round: keep-alives, no payload
+IDLE_NBYTES = 4_096  # in a step without a round: keep-alive packets, no payload
 WINDOW = Window(clean=5, most=7, limit_s=900, warmup=1, threshold=0.5)
 OPENED = ExitStack()  # what a rank has opened, as long as its process lives
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))

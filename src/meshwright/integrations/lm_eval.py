@@ -169,7 +169,9 @@ class MeshwrightLM(TemplateLM):
             raise PlanError(problem, fix="state fewer in generation_kwargs of the task", location=LOCATION)
         params = self._sampling_params(given, most, tuple(each for each in stops if each))
         prompts = [self.tok_encode(each)[-(self.max_length - most) :] for each in contexts]
-        found = self._trainer.generate(prompts, params, max_num_seqs=self.batch_size, tokenizer=self.tokenizer)
+        found = self._trainer.generate(
+            prompts, params, max_num_seqs=self.batch_size, tokenizer=self.tokenizer
+        )
         texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in found]
         return [postprocess_generated_text(each, stops, think_end_token=None) for each in texts]
 
