@@ -54,12 +54,12 @@ def role_of_view(job: Job, view: RankView, strategies: tuple[Strategy, ...], mic
     index = view.coordinate[axis]
     first = mesh.rank({"pp": view.coordinate["pp"], axis: index})
     ranks = range(first, first + mesh.group_size(AXES[AXES.index(axis) + 1 :]))
-    owned = {param.name for param in view.model_spec.params}
-    found = (each.server_actions(worker.name, worker.actions, view) for each in strategies)
+    owned, num_workers = {param.name for param in view.model_spec.params}, view.plan.num_workers
+    found = (each.server_actions(worker.name, worker.actions, owned, num_workers) for each in strategies)
     actions = next(filter(None, map(tuple, found)), ()) or tuple(
         _server_actions(worker.name, worker.actions, owned)
     )
-    return Role(f"{worker.name}_server{index - view.plan.num_workers}", ranks, actions)
+    return Role(f"{worker.name}_server{index - num_workers}", ranks, actions)
 
 
 def _worker_role(job: Job, view: RankView, strategies: tuple[Strategy, ...], micro_batch: int) -> Role:

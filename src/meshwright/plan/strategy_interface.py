@@ -10,7 +10,7 @@ stored.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -230,9 +230,12 @@ class Strategy(ABC):
         """
         return program
 
-    def server_actions(self, worker: str, actions: Sequence[Action], view: RankView) -> Sequence[Action]:
-        """Returns the actions of a rank that only serves, which steps the parameters of `view`, for the list
-        `actions` of the role `worker`; () leaves it those of the worker that concern what it steps.
+    def server_actions(
+        self, worker: str, actions: Sequence[Action], owned: Collection[str], num_workers: int
+    ) -> Sequence[Action]:
+        """Returns the actions of a rank that only serves `num_workers` workers, and steps the parameters
+        `owned`, for the list `actions` of the role `worker`; () leaves it those of the worker that concern
+        what it steps.
         """
         return ()
 

@@ -32,6 +32,7 @@ from meshwright.model.analysis.sharding_trials import (
 )
 from meshwright.model.blocks.batch_coupling import TableUse, localize_sync_batch_norm
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
+from meshwright.model.hf.cached_layers import TRIAL_DTYPE, find_cached_layers
 from meshwright.model.hf.model_from_config import (
     gathers_expert_weights,
     use_batched_experts,
@@ -55,7 +56,6 @@ from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.tensors.garbage_collection import pause_garbage_collection
-from meshwright.model.trial.cached_layers import TRIAL_DTYPE, find_cached_layers
 from meshwright.model.trial.expert_slices import with_inner_splits
 from meshwright.model.trial.experts_calls import choice_biases
 from meshwright.model.trial.fake_tensor_forward import (

@@ -11,6 +11,5 @@ op_counter             sizes of matrix products, attention and memory-bound oper
 output_graphs          outputs that a model computes over all samples, such as an auxiliary loss
 weight_slice_trial     runs the model on slices of its weights, to check a proposed split
 shardable_layers       layers that can be sharded, and why the others cannot
-cached_layers          what each layer caches of a sequence while tokens are generated
 value_dependent_sizes  tensors with a size that depends on values
 """

@@ -56,7 +56,7 @@ Distributed Machine Learning with the Parameter Server" (OSDI).
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -203,8 +203,11 @@ class StaleServer(Strategy):
         packs = GradReduceScatter(view, job, "", every_microbatch=False)
         return program.edit(lambda actions: _with_pushes(packs.add_to(actions), view, job))
 
-    def server_actions(self, worker: str, actions: Sequence[Action], view: RankView) -> Sequence[Action]:
-        return tuple(_server_actions(worker, actions, view, gives_at_end=self.bound == 0))
+    def server_actions(
+        self, worker: str, actions: Sequence[Action], owned: Collection[str], num_workers: int
+    ) -> Sequence[Action]:
+        own = [action for action in actions if action.tensors and set(action.tensors) <= set(owned)]
+        return tuple(_server_actions(worker, own, num_workers, gives_at_end=self.bound == 0))
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
         if not self.replay:
@@ -293,18 +296,17 @@ def _message(view: RankView, action: Action, collective: str, nbytes: int, dtype
 
 
 def _server_actions(
-    worker: str, actions: Sequence[Action], view: RankView, *, gives_at_end: bool
+    worker: str, own: Sequence[Action], num_workers: int, *, gives_at_end: bool
 ) -> Iterator[Action]:
-    """Yields a step of the server of `view`: for each worker one push, an update, and what is given then.
+    """Yields a step of the server that `own` actions of a worker concern: for each worker one push, an
+    update, and what is given then.
 
     That is the order if workers come in turn. With `gives_at_end` none goes on before all have pushed.
     """
-    owned = {param.name for param in view.model_spec.params}
-    own = [action for action in actions if action.tensors and owned >= set(action.tensors)]
     pushes = [action for action in own if action.kind == "PUSH"]
     pulls = {action.subject: action for action in own if action.kind == "PULL"}
     packs = {action.subject: action for action in own if action.kind == "PACK"}
-    gives, last = list[Action](), view.plan.num_workers - 1
+    gives, last = list[Action](), num_workers - 1
     yield Action("TOKEN_COUNT")
     for number in range(last + 1):
         takes = [

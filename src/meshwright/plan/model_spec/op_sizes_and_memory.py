@@ -268,7 +268,7 @@ class OpCounts:
     attention: tuple[AttentionOp, ...] = ()
     memory_ops: tuple[MemoryOp, ...] = ()
 
-    def without(self, ops: Collection[str]) -> "OpCounts":
+    def subtract(self, ops: Collection[str]) -> "OpCounts":
         """Returns the operations without those of the kinds `ops` of KEPT_OPS."""
         matmuls = () if "matmul" in ops else self.matmuls
         return OpCounts(matmuls, () if "attention" in ops else self.attention, self.memory_ops)

@@ -157,7 +157,7 @@ class ActionCosts:
         if self._model_ops is None:
             saved_nbytes = sum(allocation.nbytes for allocation in action.allocations)
             return self._unseen_seconds(action.flops, saved_nbytes)
-        work = self._model_ops.by_block_call[action.subject].forward.without(kept)
+        work = self._model_ops.by_block_call[action.subject].forward.subtract(kept)
         return self._ops_seconds(work, self._rank_fraction(action.subject), backward=False)
 
     def _cached_call_seconds(self, action: Action, direction: str) -> float:
