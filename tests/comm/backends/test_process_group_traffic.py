@@ -92,7 +92,8 @@ def test_a_reduce_scatter_on_gloo_moves_its_own_bytes_and_the_native_one_an_all_
 ) -> None:
     operand_bytes = 3 * 65536 * 4
     for ours, native in process_pool.run(over_gloo, Mesh(dp_shard=3), scattered_sums):
-        assert operand_bytes * 2 / 3 <= ours < operand_bytes * 2 / 3 * 1.01
+        # what a rank that was ahead has sent may have come before the count began
+        assert operand_bytes * 2 / 3 * 0.98 <= ours < operand_bytes * 2 / 3 * 1.01
         assert native > 1.8 * ours
 
 
