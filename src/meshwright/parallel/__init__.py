@@ -8,7 +8,8 @@ pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
 outer       sites that train apart and meet in rounds: local SGD, DiLoCo
 server      ranks that keep and step parameters for others: parameter servers, synchronous or not
-memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload
+memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload;
+            compiled blocks
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,7 @@ from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParall
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
@@ -98,6 +100,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         PartitionedActivations,
         MemoryBudget,
         ChunkedLoss,
+        CompiledBlocks,
         Gist,
         TiledMLP,
         Offload,

@@ -61,6 +61,10 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
         yield Diagnostic(
             f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies"
         )
+    for strategy in dict.fromkeys(strategies):
+        for name in dict.fromkeys(each.name for each in strategies if each.name in strategy.excludes):
+            text = f"{strategy.name} does not work with {name}: {strategy.excludes[name]}"
+            yield Diagnostic(text, "keep one of them", "strategies")
     storage_by_axis: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(strategies):
         if strategy.phase == "storage":

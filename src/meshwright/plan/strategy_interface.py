@@ -200,6 +200,7 @@ class Strategy(ABC):
     exact: ClassVar[bool] = True
     removed_keys: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of earlier versions: what to write now
     is_per_axis: ClassVar[bool] = False  # whether a plan may list it once for each axis, in phase comm
+    excludes: ClassVar[Mapping[str, str]] = MappingProxyType({})  # strategies it does not work with: why
     needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
     needs_stage_boundaries: ClassVar[bool] = False  # whether it reads ModelSpec.stage_boundaries
 

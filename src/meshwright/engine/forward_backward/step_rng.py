@@ -41,6 +41,11 @@ class StepRNG:
         if stateless_rng is not None:
             stateless_rng.set_shardings(draw_shardings(plan, state.world.rank, stateless_rng.sites))
 
+    @property
+    def stateless_rng(self) -> StatelessRNG | None:
+        """What the forward draws from; None: it draws nothing."""
+        return self._rng
+
     def forward_context(self, microbatch: int) -> AbstractContextManager:
         """Returns a context for the forward of a microbatch: dropout by global sample."""
         if self._rng is not None:

@@ -1,18 +1,30 @@
 """Replaces or wraps the forwards of modules of a model, and restores them at the end.
 
-replace_forward   a layer computes something else
-wrap_forward      something runs before and after a module's forward, replaced or not; wrappers come last
+replace_forward    a layer computes something else
+wrap_forward       something runs before and after a module's forward, replaced or not; wrappers come last
+compile_forwards   compiled functions run in place of modules' own forwards, within all wrappers
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from meshwright.model.blocks.discovery import WHOLE_MODEL
 
+Forward = Callable[..., Any]
 ForwardWrapper = Callable[..., Any]  # called with what the module computes, then with its arguments
+
+
+class ForwardCompiler(Protocol):
+    """What compiles the forwards of modules."""
+
+    def compile(self, name: str, forward: Forward) -> Forward:
+        """Returns `forward`, of the module `name`, compiled."""
+
+    def exclude(self, module: nn.Module, forward: Forward) -> Forward:
+        """Returns `forward`, of `module`, as it runs inside a compiled one: uncompiled."""
 
 
 class ModulePatches:
@@ -22,8 +34,9 @@ class ModulePatches:
         self._module = module
         self._original_forwards: list[tuple[nn.Module, Any]] = []
         self._wrappers: list[tuple[nn.Module, ForwardWrapper]] = []
+        self._compiled: list[tuple[str, ForwardCompiler]] = []
 
-    def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
+    def replace_forward(self, name: str, forward: Forward) -> None:
         """Makes the module `name` compute `forward(module, *its arguments)`."""
         module = self._find_module(name)
         self._set_forward(module, partial(forward, module))
@@ -32,11 +45,30 @@ class ModulePatches:
         """Makes the module `name` compute `wrapper(forward, *its arguments)`, from `apply_wrappers` on."""
         self._wrappers.append((self._find_module(name), wrapper))
 
+    def compile_forwards(self, names: Iterable[str], compiler: ForwardCompiler) -> None:
+        """Makes each module of `names` run compiled, from `apply_wrappers` on.
+
+        A forward that is replaced runs as it is, and so do the submodules whose forwards are replaced or
+        wrapped.
+        """
+        self._compiled += [(name, compiler) for name in names]
+
     def apply_wrappers(self) -> None:
-        """Applies the wrappers, once all forwards are replaced."""
+        """Applies the wrappers, and compiles, once all forwards are replaced."""
+        replaced = [module for module, _ in self._original_forwards]
+        patched = dict.fromkeys((*replaced, *(module for module, _ in self._wrappers)))
+        modules = {name: self._find_module(name) for name, _ in self._compiled}
+        for name, compiler in self._compiled:
+            if modules[name] not in replaced:
+                self._set_forward(modules[name], compiler.compile(name, modules[name].forward))
         for module, around in self._wrappers:
             self._set_forward(module, partial(around, module.forward))
+        for name, compiler in self._compiled:
+            for inner in modules[name].modules():
+                if inner in patched and inner is not modules[name]:
+                    self._set_forward(inner, compiler.exclude(inner, inner.forward))
         self._wrappers.clear()
+        self._compiled.clear()
 
     def restore_forwards(self) -> None:
         """Restores the modules' own forwards."""
@@ -49,6 +81,6 @@ class ModulePatches:
     def _find_module(self, name: str) -> nn.Module:
         return self._module if name == WHOLE_MODEL else self._module.get_submodule(name)
 
-    def _set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _set_forward(self, module: nn.Module, forward: Forward) -> None:
         self._original_forwards.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = forward

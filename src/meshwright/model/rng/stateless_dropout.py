@@ -15,17 +15,20 @@ its name and a fix: a mask that depends on the plan would make two plans train t
 first trial a dispatch mode, which is slower, also looks below torch's Python functions, so that randomness
 inside a C++ function (an LSTM's dropout) is found.
 
+While torch compiles, the functions pass into the graph as they are (model/rng/compiled_draws.py).
+
 Cost: attention with dropout keeps its probabilities, (B, heads, T, S), which fused kernels avoid; set the
 attention dropout to 0 where that is too much. The mode costs about a microsecond per torch call; it is off
 without dropout.
 """
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -108,10 +111,26 @@ def repeat_draw_sites(rng: StatelessRNG, batch: int) -> Iterator[None]:
         rng.begin_trial(None)
 
 
+class Draws(Protocol):
+    """What random functions draw from: a StatelessRNG, or what a compiled graph was given."""
+
+    @property
+    def in_trial(self) -> bool: ...
+
+    @property
+    def location(self) -> str: ...
+
+    def keep_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor: ...
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def keep_mask_region(self, region: DrawRegion, p: float, device: torch.device) -> torch.Tensor: ...
+
+
 class StatelessDropout(TorchFunctionMode):
     """While active (`with`), random functions of torch on this thread draw from `rng`, or are refused."""
 
-    def __init__(self, rng: StatelessRNG) -> None:
+    def __init__(self, rng: Draws) -> None:
         super().__init__()
         self._rng = rng
         self._replacements: dict[Any, Callable[..., torch.Tensor]] = {
@@ -134,6 +153,8 @@ class StatelessDropout(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # its graph draws
+            return func(*args, **kwargs)
         if func in self._replacements:
             return self._replacements[func](*args, **kwargs)
         if func in REFUSED_FUNCTIONS and not _is_inactive(func, args, kwargs):
@@ -246,6 +267,19 @@ class StatelessDropout(TorchFunctionMode):
                 return function(*args, **kwargs)
 
         return call
+
+
+@cache
+def drawing_functions() -> Mapping[str, Callable[..., Any]]:
+    """Returns the functions of torch that draw, or are refused, by name; methods as "Tensor.bernoulli_"."""
+    functions = (*StatelessDropout(StatelessRNG(0))._replacements, *REFUSED_FUNCTIONS)
+    return {_qualified_name(function): function for function in functions if function is not keep_mask}
+
+
+def _qualified_name(function: Any) -> str:
+    name = function.__name__
+    is_method = inspect.getattr_static(torch.Tensor, name, None) is function
+    return f"Tensor.{name}" if is_method else f"{function.__module__}.{name}"
 
 
 class _RefuseOtherDraws(TorchDispatchMode):

@@ -1,0 +1,197 @@
+"""Compiled blocks: equal blocks share a graph, plans with them equal one device, and what cannot be compiled
+is refused by name.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from meshwright.api import analyze, default_strategies, make_plan
+from meshwright.comm.backends.threads import single_rank_world
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loading.loader import Model
+from meshwright.parallel.memory import compiled_blocks
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.compiled_blocks import BlockCompiler, CompiledBlocks, CompiledGraphs
+from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
+from tests.tiny_model import (
+    VOCABULARY,
+    WIDTH,
+    analyzed_model,
+    case_of,
+    executor_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
+
+# torch hides it by a filter, which other threads undo
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+COMPILED = CompiledBlocks(backend="aot_eager")
+ALL_AGAIN = ActivationCheckpointing(blocks=("*",))
+CPU = torch.device("cpu")
+
+
+class Branch(nn.Module):
+    """A block of two layers that a tensor-parallel plan splits, with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.drop(torch.tanh(self.up(x)))))
+
+
+class Branches(nn.Module):
+    """Embedding, two branches, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList([Branch(), Branch()])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def with_roles() -> Model:
+    roles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    return Model(Branches(), layer_roles=roles)
+
+
+@cache
+def branches() -> AnalyzedModel:
+    return analyze(with_roles, token_samples(2))
+
+
+def planned(mesh: Mesh, *more: Strategy, analyzed: AnalyzedModel | None = None, micro_batch: int = 2) -> Plan:
+    analyzed = analyzed or analyzed_model(p=0.3)
+    strategies = (*default_strategies(mesh, analyzed.model_spec), *more)
+    return make_plan(analyzed, tiny_job(), mesh, strategies, micro_batch)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_that_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keeps Dynamo's progress bar, and Inductor, from starting threads that outlive a test."""
+    import torch._inductor.config
+
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledGraphs]:
+    """What the ranks of this test compile, one value for each of them."""
+    found: list[CompiledGraphs] = []
+
+    def noted(*given: object) -> BlockCompiler:
+        compiler = BlockCompiler(*given)
+        found.append(compiler.graphs)
+        return compiler
+
+    monkeypatch.setattr(compiled_blocks, "BlockCompiler", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        (Mesh(dp_replicate=2), ()),
+        (Mesh(dp_shard=3), (ALL_AGAIN,)),
+        (Mesh(pp=2), ()),
+    ],
+    ids=["ddp", "zero 3, recomputed", "pipeline"],
+)
+def test_plans_equal_one_device_with_a_graph_for_each_class_of_blocks(
+    mesh: Mesh, more: tuple[Strategy, ...], graphs: list[CompiledGraphs]
+):
+    verdict = verdict_of(case_of(analyzed_model(p=0.3), planned(mesh, *more, COMPILED)))
+    assert verdict.passed, verdict
+    for each in graphs:  # three layers, several steps and microbatches, weights gathered anew
+        assert len(set(each.blocks)) == len(each.blocks) <= 3
+        assert not each.breaks
+    assert {block for each in graphs for block in each.blocks} >= {"embed", "layers.0", "head"}
+
+
+def test_sharded_layers_run_between_the_graphs_of_a_block(graphs: list[CompiledGraphs]):
+    plan = planned(Mesh(tp=2), COMPILED, analyzed=branches())
+    verdict = verdict_of(case_of(branches(), plan))
+    assert verdict.passed, verdict
+    for each in graphs:  # the second layer runs the graphs of the first
+        assert "layers.0" in each.blocks
+        assert "layers.1" not in each.blocks
+        assert all("test_compiled_blocks.py:" in cause for _, cause in each.breaks), each.breaks
+
+
+def test_a_late_compilation_is_reported_once_with_its_cause(
+    graphs: list[CompiledGraphs], caplog: pytest.LogCaptureFixture
+):
+    plan = planned(Mesh(), COMPILED)
+    executor = executor_of(analyzed_model(p=0.3), plan, single_rank_world(CPU))
+    batch = {key: value[:12] for key, value in token_samples().items()}
+    executor.step(batch)
+    executor.step(batch)
+    assert "is compiled again" not in caplog.text
+    executor.state.trained_module.module.layers[1].norm.eps = 1e-3
+    executor.step(batch)
+    executor.step(batch)
+    executor.close()
+    (record,) = [each for each in caplog.records if "is compiled again" in each.message]
+    assert "'layers.1' is compiled again in step 2" in record.message
+    assert "eps" in record.message
+    assert graphs[0].num_late > 0
+
+
+@pytest.mark.parametrize(
+    ("strategies", "text"),
+    [
+        ((CompiledBlocks(backend="inductr"),), "torch.compile has no backend 'inductr'"),
+        ((CompiledBlocks(blocks=("layer.*",), backend="eager"),), "'layer.*' matches no block"),
+        (
+            (CompiledBlocks(backend="eager", mode="max-autotune-no-cudagraphs"),),
+            "is one of Inductor, and the backend is 'eager'",
+        ),
+        ((COMPILED, Gist(backward_dtype="bfloat16")), "compile does not work with gist: it changes the oper"),
+    ],
+    ids=["backend", "pattern", "mode", "gist"],
+)
+def test_what_cannot_be_compiled_is_refused(strategies: tuple[Strategy, ...], text: str):
+    with pytest.raises(PlanError) as refused:
+        planned(Mesh(), *strategies)
+    assert text in str(refused.value)
+
+
+def test_a_split_backward_is_refused():
+    with pytest.raises(PlanError, match="that of a compiled block is one unit"):
+        make_plan(analyzed_model(p=0.3), tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"), COMPILED), 2)
+
+
+def test_a_missing_compiler_is_refused():
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(PlanError, match=r"Inductor needs a C\+\+ compiler"),
+    ):
+        planned(Mesh(), CompiledBlocks())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_inductor_trains_the_numbers_of_one_device(graphs: list[CompiledGraphs]):
+    verdict = verdict_of(case_of(analyzed_model(p=0.3), planned(Mesh(dp_replicate=2), CompiledBlocks())))
+    assert verdict.passed, verdict
