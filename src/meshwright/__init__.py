@@ -57,6 +57,7 @@ _MODULES = {
     "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),
     "meshwright.parallel.memory.tiers.disk_offload": ("DiskOffload",),
     "meshwright.parallel.memory.tiers.offload": ("Offload",),
+    "meshwright.parallel.memory.compiled_blocks": ("CompiledBlocks",),
     "meshwright.parallel.memory.gist": ("Gist",),
     "meshwright.parallel.memory.partitioned_activations": ("PartitionedActivations",),
     "meshwright.parallel.memory.memory_budget": ("MemoryBudget",),

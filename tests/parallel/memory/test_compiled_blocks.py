@@ -163,7 +163,7 @@ def test_a_late_compilation_is_reported_once_with_its_cause(
         ((CompiledBlocks(backend="inductr"),), "torch.compile has no backend 'inductr'"),
         ((CompiledBlocks(blocks=("layer.*",), backend="eager"),), "'layer.*' matches no block"),
         (
-            (CompiledBlocks(backend="eager", mode="max-autotune-no-cudagraphs"),),
+            (CompiledBlocks(backend="eager", inductor_mode="max-autotune-no-cudagraphs"),),
             "is one of Inductor, and the backend is 'eager'",
         ),
         ((COMPILED, Gist(backward_dtype="bfloat16")), "compile does not work with gist: it changes the oper"),

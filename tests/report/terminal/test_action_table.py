@@ -27,6 +27,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.partitioned_activations import PartitionedActivations
@@ -320,6 +321,7 @@ def all_programs() -> list[Plan]:
         *tensor_and_context_parallel_programs(),
         *pipeline_programs(),
         make_plan(analyzed_model(), tiny_job(), Mesh(), (MemoryBudget(),)),
+        make_plan(analyzed_model(), tiny_job(), Mesh(), (CompiledBlocks(backend="eager"),)),
         *lossy_programs(),
     ]
 

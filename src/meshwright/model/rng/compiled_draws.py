@@ -196,14 +196,16 @@ def make_drawing_call(
         graph_module, [*example_inputs, *(empty_draw(each, fake_mode) for each in draws)]
     )
     places = _symbol_places(graph_module)
-    fixed = [
-        None if any(isinstance(size, torch.SymInt) for size in draw.shape) else draw.shape for draw in draws
+    has_symbols = [any(isinstance(size, torch.SymInt) for size in draw.shape) for draw in draws]
+    shapes = [
+        () if each else _local_shape(draw.shape, {}, ())
+        for each, draw in zip(has_symbols, draws, strict=True)
     ]
 
     def draw_and_call(*inputs: Any) -> Any:
         masks = [
-            draw.make(rng(), _local_shape(draw.shape, places, inputs) if shape is None else shape)
-            for draw, shape in zip(draws, fixed, strict=True)
+            draw.make(rng(), _local_shape(draw.shape, places, inputs) if is_symbolic else shape)
+            for draw, shape, is_symbolic in zip(draws, shapes, has_symbols, strict=True)
         ]
         return compiled(*inputs, *masks)
 

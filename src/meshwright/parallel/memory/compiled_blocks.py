@@ -15,8 +15,8 @@ inside a block (a sharded layer, a counted router) runs uncompiled: the graph br
 behind. A block call that is recomputed, and weights gathered anew into their buffer, run the same graph.
 Dropout masks are inputs of a graph (model/rng/compiled_draws.py): the same as without a compiler.
 
-`blocks` selects blocks by patterns ("model.layers.*"; by default all), `backend` and `mode` are those of
-torch.compile, and `dynamic` says whether graphs hold for all lengths: "auto" compiles the second length for
+`blocks` selects blocks by patterns ("model.layers.*"; by default all), `backend` and
+`inductor_mode` are backend and mode of torch.compile, and `dynamic` says whether graphs hold for all lengths: "auto" compiles the second length for
 all. A run counts graphs and breaks, and warns once of a block that is compiled after the first two steps.
 
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
@@ -83,12 +83,12 @@ class CompiledBlocks(Strategy):
     )
     blocks: tuple[str, ...] = ()
     backend: str = INDUCTOR
-    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
+    inductor_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     dynamic: Literal["auto", "always", "never"] = "auto"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from unmatched_patterns(self.blocks, sharding.model_spec, f"{LOCATION}.blocks")
-        yield from _backend_diagnostics(self.backend, self.mode)
+        yield from _backend_diagnostics(self.backend, self.inductor_mode)
         names = {block_of(call) for call in sharding.model_spec.block_calls}
         for outer in sorted(names):
             inner = next((each for each in sorted(names) if each.startswith(f"{outer}.")), None)
@@ -131,7 +131,9 @@ def _backend_diagnostics(backend: str, mode: str) -> Iterator[Diagnostic]:
         )
     elif backend != INDUCTOR and mode != "default":
         text = f"the mode '{mode}' is one of Inductor, and the backend is '{backend}'"
-        yield Diagnostic(text, f'set backend = "{INDUCTOR}", or leave out the mode', f"{LOCATION}.mode")
+        yield Diagnostic(
+            text, f'set backend = "{INDUCTOR}", or leave out inductor_mode', f"{LOCATION}.inductor_mode"
+        )
     elif backend == INDUCTOR and not torch.accelerator.is_available() and (missing := missing_compiler()):
         fix = "install g++ or clang++, name it in the environment variable CXX, or remove the strategy"
         yield Diagnostic(f"Inductor needs a C++ compiler, and {missing}", fix, LOCATION)
@@ -185,11 +187,10 @@ class BlockCompiler:
         self._first_step: int | None = None
         self._cause = ""
         self.graphs = CompiledGraphs()
-        backend = torch._dynamo.lookup_backend(strategy.backend)
-        if strategy.mode != "default":
-            options = torch._inductor.list_mode_options(strategy.mode, DYNAMIC[strategy.dynamic])
-            backend = partial(backend, config_patches=options)
-        self._backend = backend
+        self._backend: Callable[..., Forward] = torch._dynamo.lookup_backend(strategy.backend)
+        if strategy.inductor_mode != "default":
+            options = torch._inductor.list_mode_options(strategy.inductor_mode, DYNAMIC[strategy.dynamic])
+            self._backend = partial(self._backend, config_patches=options)
 
     def compile(self, name: str, forward: Forward) -> Forward:
         """Returns `forward`, of the block `name`, compiled; one set on the instance runs as it is."""
@@ -214,7 +215,7 @@ class BlockCompiler:
     def _call_excluded(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._excluded[module](*args, **kwargs)
 
-    def _run(self, name: str, compiled: Forward, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, compiled: Forward, module: object, /, *args: Any, **kwargs: Any) -> Any:
         self._current_block, self._is_training = name, torch.is_grad_enabled()
         if self._first_step is None:
             self._first_step = self._state.step.number
