@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.tensors.pytree import tree_tensors
@@ -32,6 +32,12 @@ class InterceptMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*args, **(kwargs or {})) if self.paused else self._intercept(func, args, kwargs or {})
+
+
+def calls_are_intercepted() -> bool:
+    """Returns whether an InterceptMode that is not paused is active on this thread."""
+    stack = _get_current_function_mode_stack()
+    return any(isinstance(mode, InterceptMode) and not mode.paused for mode in stack)
 
 
 class ValueReadMode(TorchDispatchMode):

@@ -15,9 +15,9 @@ inside a block (a sharded layer, a counted router) runs uncompiled: the graph br
 behind. A block call that is recomputed, and weights gathered anew into their buffer, run the same graph.
 Dropout masks are inputs of a graph (model/rng/compiled_draws.py): the same as without a compiler.
 
-`blocks` selects blocks by patterns ("model.layers.*"; by default all), `backend` and
-`inductor_mode` are backend and mode of torch.compile, and `dynamic` says whether graphs hold for all lengths: "auto" compiles the second length for
-all. A run counts graphs and breaks, and warns once of a block that is compiled after the first two steps.
+`blocks` selects blocks by patterns ("model.layers.*"; by default all). `backend` and `inductor_mode` are
+backend and mode of torch.compile. `dynamic` says whether graphs hold for all lengths: with "auto" the second
+length is compiled for all. A run warns once of a block that is compiled after the first two steps.
 
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
 chooses what it saves for the backward, so memory differs from what `plan` says of operations.
@@ -42,6 +42,7 @@ import torch
 from torch import fx, nn
 
 from meshwright.model.rng.compiled_draws import draws_as_inputs, make_drawing_call
+from meshwright.model.tensors.function_modes import calls_are_intercepted
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.job import Job
@@ -204,7 +205,7 @@ class BlockCompiler:
                 guard_fail_fn=self._note_cause,
                 recompile_limit=GRAPHS_PER_BLOCK * self._num_blocks,
             )(_with_own_code(function))
-        return partial(self._run, name, self._compiled[function], forward.__self__)
+        return partial(self._run, name, self._compiled[function], forward)
 
     def exclude(self, module: nn.Module, forward: Forward) -> Forward:
         """Returns a forward that runs `forward` uncompiled inside a compiled block."""
@@ -215,12 +216,14 @@ class BlockCompiler:
     def _call_excluded(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._excluded[module](*args, **kwargs)
 
-    def _run(self, name: str, compiled: Forward, module: object, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, name: str, compiled: Forward, forward: MethodType, /, *args: Any, **kwargs: Any) -> Any:
+        if calls_are_intercepted():  # a pipeline stage looks, once, at what its blocks compute with
+            return forward(*args, **kwargs)
         self._current_block, self._is_training = name, torch.is_grad_enabled()
         if self._first_step is None:
             self._first_step = self._state.step.number
         try:
-            return compiled(module, *args, **kwargs)
+            return compiled(forward.__self__, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = str(error).strip().splitlines()[0]
             text = f"the block '{name}' cannot be compiled by {self._strategy.backend}: {cause}"
