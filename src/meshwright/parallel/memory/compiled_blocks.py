@@ -21,7 +21,8 @@ length is compiled for all. A run warns once of a block that is compiled after t
 
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
 chooses what it saves for the backward, so memory differs from what `plan` says of operations.
-Limits: ranks of one host compile each for itself, at once. The backward of a graph is one unit, so zero
+Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks of one host
+compile each for itself. The backward of a graph is one unit, so zero
 bubble schedules are refused; so are strategies that change the operations of a block, or how tokens of a
 sample are shared. Modes of torch.compile with CUDA graphs are not offered: several microbatches are under
 way.
@@ -41,6 +42,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import fx, nn
 
+from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.rng.compiled_draws import draws_as_inputs, make_drawing_call
 from meshwright.model.tensors.function_modes import calls_are_intercepted
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
@@ -217,7 +219,8 @@ class BlockCompiler:
         return self._excluded[module](*args, **kwargs)
 
     def _run(self, name: str, compiled: Forward, forward: MethodType, /, *args: Any, **kwargs: Any) -> Any:
-        if calls_are_intercepted():  # a pipeline stage looks, once, at what its blocks compute with
+        # a pipeline stage looks, once, at what its blocks compute with; no graph appends to a side channel
+        if calls_are_intercepted() or capture_marks():
             return forward(*args, **kwargs)
         self._current_block, self._is_training = name, torch.is_grad_enabled()
         if self._first_step is None:
