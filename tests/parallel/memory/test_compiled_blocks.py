@@ -14,12 +14,22 @@ from meshwright.api import analyze, default_strategies, make_plan
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory import compiled_blocks
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.compiled_blocks import BlockCompiler, CompiledBlocks, CompiledGraphs
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.tiers.offload import Offload
+from meshwright.parallel.outer.local_sgd import LocalSGD
+from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
@@ -109,18 +119,24 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CompiledGraphs]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more"),
+    ("mesh", "strategies"),
     [
-        (Mesh(dp_replicate=2), ()),
-        (Mesh(dp_shard=3), (ALL_AGAIN,)),
-        (Mesh(pp=2), ()),
+        (Mesh(dp_replicate=2), (BatchSplit(), DDP())),
+        (Mesh(dp_shard=3), (BatchSplit("dp_shard"), ZeRO(), ALL_AGAIN)),
+        (Mesh(dp_shard=2), (BatchSplit("dp_shard"), ZeRO(stage=2), Offload(step_on="host"), ChunkedLoss(2))),
+        (Mesh(dp_replicate=3), (BatchSplit(), ParameterServer(servers=1))),
+        (Mesh(outer=2), (LocalSGD(sync_every=2),)),
+        (Mesh(pp=2), (Pipeline(),)),
+        (Mesh(pp=2), (PipeDream(),)),
     ],
-    ids=["ddp", "zero 3, recomputed", "pipeline"],
+    ids=["ddp", "zero 3, recomputed", "zero 2", "server", "rounds", "pipeline", "pipedream"],
 )
 def test_plans_equal_one_device_with_a_graph_for_each_class_of_blocks(
-    mesh: Mesh, more: tuple[Strategy, ...], graphs: list[CompiledGraphs]
+    mesh: Mesh, strategies: tuple[Strategy, ...], graphs: list[CompiledGraphs]
 ):
-    verdict = verdict_of(case_of(analyzed_model(p=0.3), planned(mesh, *more, COMPILED)))
+    job, analyzed = tiny_job(train=TrainConfig(batch=12, clip=0.0)), analyzed_model(p=0.3)
+    plan = make_plan(analyzed, job, mesh, (*strategies, COMPILED), 2)
+    verdict = verdict_of(case_of(analyzed, plan), steps=5)
     assert verdict.passed, verdict
     for each in graphs:  # three layers, several steps and microbatches, weights gathered anew
         assert len(set(each.blocks)) == len(each.blocks) <= 3
@@ -167,8 +183,12 @@ def test_a_late_compilation_is_reported_once_with_its_cause(
             "is one of Inductor, and the backend is 'eager'",
         ),
         ((COMPILED, Gist(backward_dtype="bfloat16")), "compile does not work with gist: it changes the oper"),
+        (
+            (COMPILED, LossFreeBalancing()),
+            "compile does not work with loss_free_balancing: it counts choices",
+        ),
     ],
-    ids=["backend", "pattern", "mode", "gist"],
+    ids=["backend", "pattern", "mode", "gist", "biases of routers"],
 )
 def test_what_cannot_be_compiled_is_refused(strategies: tuple[Strategy, ...], text: str):
     with pytest.raises(PlanError) as refused:

@@ -22,10 +22,11 @@ length is compiled for all. A run warns once of a block that is compiled after t
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
 chooses what it saves for the backward, so memory differs from what `plan` says of operations.
 Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks of one host
-compile each for itself. The backward of a graph is one unit, so zero
-bubble schedules are refused; so are strategies that change the operations of a block, or how tokens of a
-sample are shared. Modes of torch.compile with CUDA graphs are not offered: several microbatches are under
-way.
+compile each for itself; those that are threads of a process (`verify`) share torch's limit of graphs for the
+functions that a block calls, and beyond it run these uncompiled, of which torch warns. The backward of a
+graph is one unit, so zero bubble schedules are refused; so are strategies that change the operations of a
+block, or how tokens of a sample are shared. Modes of torch.compile with CUDA graphs are not offered: several
+microbatches are under way.
 Paper: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation
 and Graph Compilation", ASPLOS.
 """
@@ -82,6 +83,7 @@ class CompiledBlocks(Strategy):
             "memory_budget": CHOOSES_SAVED,
             "activation_offload": CHOOSES_SAVED,
             "partitioned_activations": CHOOSES_SAVED,
+            "loss_free_balancing": "it counts choices of routers inside blocks, which was not tried compiled",
         }
     )
     blocks: tuple[str, ...] = ()
