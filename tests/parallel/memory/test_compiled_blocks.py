@@ -29,7 +29,7 @@ from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import TrainConfig
+from meshwright.plan.job.job import PrecisionConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
@@ -194,6 +194,12 @@ def test_what_cannot_be_compiled_is_refused(strategies: tuple[Strategy, ...], te
     with pytest.raises(PlanError) as refused:
         planned(Mesh(), *strategies)
     assert text in str(refused.value)
+
+
+def test_half_precision_is_refused():
+    job = tiny_job(precision=PrecisionConfig(compute="bfloat16"))
+    with pytest.raises(PlanError, match=r"blocks compute in bfloat16.*\n.*precision\.compute to \"float32\""):
+        make_plan(analyzed_model(p=0.3), job, Mesh(), (COMPILED,))
 
 
 def test_a_split_backward_is_refused():
