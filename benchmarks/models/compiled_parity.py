@@ -83,7 +83,7 @@ def main(families: str = "", plans: str = "") -> None:
             median=wrong,
             spread=(wrong, wrong),
             bar=0.0,
-            holds="yes" if not wrong else "no",
+            holds=not wrong,
             repeats=1,
             detail=found,
         ).write(NAME)

@@ -199,10 +199,13 @@ class BlockCompiler:
         self._first_step: int | None = None
         self._cause = ""
         self.graphs = CompiledGraphs()
-        self._backend: Callable[..., Forward] = torch._dynamo.lookup_backend(strategy.backend)
+        given: dict[str, Any] = {}
         if strategy.inductor_mode != "default":
-            options = torch._inductor.list_mode_options(strategy.inductor_mode, DYNAMIC[strategy.dynamic])
-            self._backend = partial(self._backend, config_patches=options)
+            dynamic = DYNAMIC[strategy.dynamic]
+            given["config_patches"] = torch._inductor.list_mode_options(strategy.inductor_mode, dynamic)
+        self._backend: Callable[..., Forward] = partial(
+            torch._dynamo.lookup_backend(strategy.backend), **given
+        )
 
     def compile(self, name: str, forward: Forward) -> Forward:
         """Returns `forward`, of the block `name`, compiled; one set on the instance runs as it is."""
