@@ -13,8 +13,9 @@ for exact data parallelism one step.
     step         a round of streaming costs at most 1.05 x one of alone (wall seconds)
     tokens/s     at least 15 x those of ddp, for diloco and for streaming
     bytes        what the interface behind the token bucket has sent, step by step: no payload between rounds,
-                 and in a round 2 (k-1)/k c N with c = 4 bytes; streaming the same in all, and at its peak one
-                 fragment. The headers of TCP/IP and of gloo come on top; the ledger says payload alone.
+                 and in a round 2 (k-1)/k c N with c = 4 bytes; streaming the same in all, but for the last
+                 fragment, which travels while the others have their turn; at its peak less than a quarter.
+                 The headers of TCP/IP and of gloo come on top; the ledger says payload alone.
 
     python -m benchmarks.outer.outer_links              about ten minutes
     python -m benchmarks.outer.outer_links --quick      three rounds of 8 steps at 1 Gbit/s; writes nothing
@@ -52,7 +53,7 @@ CLAIM = (
     "takes at most 1.05 x one without a link, tokens/s are at least 15 x those of ddp, and the link carries "
     "the bytes of the formulas"
 )
-WORKLOAD, SITES, RATE_MBIT, NEVER = "small", 2, 100, 1_000
+WORKLOAD, SITES, RATE_MBIT, NEVER, FRAGMENTS = "small", 2, 100, 1_000, 8
 STEP_BAR, TOKENS_BAR, HEADERS = 1.05, 15.0, 0.08  # of the bytes that the interface sends
 IDLE_NBYTES = 4_096  # in a step without a round: keep-alive packets, no payload
 WINDOW = Window(clean=5, most=7, limit_s=900, warmup=1, threshold=0.5)
@@ -69,7 +70,7 @@ class Turn(NamedTuple):
 def sides(every: int) -> Mapping[str, tuple[Mesh, tuple[Strategy, ...]]]:
     """Returns the mesh and the strategies of each side, with rounds of `every` steps."""
     outer = Mesh(outer=SITES)
-    streaming = StreamingDiLoCo(sync_every=every, fragments=8, delay=4, mixing=0.5)
+    streaming = StreamingDiLoCo(sync_every=every, fragments=FRAGMENTS, delay=4, mixing=0.5)
     return {
         "ddp": (Mesh(dp_replicate=SITES), (BatchSplit(), DDP())),
         "alone": (outer, (LocalSGD(sync_every=NEVER),)),
@@ -92,10 +93,10 @@ def site_turn(
     locations[rank].enter()
     mesh, strategies = sides(every)[side]
     world = OPENED.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
-    step, marks = plan_step(WORKLOAD, mesh, strategies, world), [sent_nbytes()]
+    step = plan_step(WORKLOAD, mesh, strategies, world)
 
     def turn() -> Turn:
-        del marks[:-1]  # what was on its way when the last turn ended counts in this one
+        marks = [sent_nbytes()]
         for _ in range(1 if side == "ddp" else every):
             step()
             marks.append(sent_nbytes())
@@ -154,9 +155,10 @@ def result(rounds: Rounds, every: int) -> Result:
         "tokens": all(each.low >= TOKENS_BAR for each in factors.values()),
         "nothing between rounds": max(nbytes[each]["least"] for each in ("alone", "diloco")) <= IDLE_NBYTES,
         "bytes of a round": all(
-            law <= nbytes[each]["turn"] <= (1 + HEADERS) * law for each in ("ddp", "diloco", "streaming")
+            share * law <= nbytes[each]["turn"] <= (1 + HEADERS) * law
+            for each, share in (("ddp", 1.0), ("diloco", 1.0), ("streaming", 1 - 1.1 / FRAGMENTS))
         ),
-        "peak of streaming": largest < law / 2,
+        "peak of streaming": largest < law / 4,
     }
     return Result.of(
         NAME,

@@ -6,6 +6,7 @@
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from benchmarks.harness.result import Result
@@ -16,6 +17,7 @@ from benchmarks.random_plans.random_plans import accepted_draws
 from meshwright.verifier.parity import TOLERANCE
 
 NOTHING_MORE: Mapping[str, object] = MappingProxyType({})
+NO_FAULTS: Mapping[str, str] = MappingProxyType({})
 
 
 def compared_draws(
@@ -43,9 +45,10 @@ def parity_result(
     seed: int,
     num_plans: int,
     more: Mapping[str, object] = NOTHING_MORE,
+    faults: Mapping[str, str] = NO_FAULTS,
 ) -> Result:
     """Returns the result of `rows`: how many plans match, which did not, and what they have; with `more` in
-    its detail.
+    its detail. `faults` were planted, each with how it was found: it holds only if none has "".
     """
     detail = {
         "seed": seed,
@@ -54,7 +57,10 @@ def parity_result(
         "techniques": technique_counts(rows),
         **more,
     }
-    return Result.of_count(name, claim, matched_errors(rows), limit=TOLERANCE, bar=num_plans, detail=detail)
+    detail |= {"faults": dict(faults), "faults_found": sum(map(bool, faults.values()))} if faults else {}
+    errors = matched_errors(rows)
+    found = Result.of_count(name, claim, errors, limit=TOLERANCE, bar=num_plans, detail=detail)
+    return replace(found, holds=bool(found.holds) and all(faults.values()))
 
 
 def counts_of(rows: Sequence[Row], key: str) -> dict[str, int]:

@@ -72,7 +72,11 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompiledBlocks(Strategy):
-    """Compiles the blocks that match one of `blocks` (without `blocks`: all) by torch.compile."""
+    """Compiles the blocks that match one of `blocks` (without `blocks`: all) by torch.compile.
+
+    `backend` is one of torch._dynamo.list_backends(); `inductor_mode` is that of the backend "inductor".
+    `dynamic`: whether one graph serves several sizes; "auto": from the second size on.
+    """
 
     name: ClassVar[str] = "compile"
     phase: ClassVar[StrategyPhase] = "memory"
