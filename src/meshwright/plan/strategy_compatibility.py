@@ -290,3 +290,16 @@ def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int)
             "compute it from the tensors that the forward returns, alone or in a tuple, dict or dataclass",
             "loss",
         )
+
+
+def joint_decision_diagnostics(job: Job, apart: str) -> Iterator[Diagnostic]:
+    """Yields what of `job` all ranks decide together in a step; `apart` says why they cannot."""
+    if job.guard.action != "off":
+        text = f"the loss guard leaves a step out, or stops, on all ranks together, {apart}"
+        yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
+    if job.train.noise_scale:
+        text = f"the noise scale compares the gradients of all ranks in each step, {apart}"
+        yield Diagnostic(text, "set train.noise_scale = false", "train.noise_scale")
+    if job.precision.effective.scales_loss:
+        text = f"the loss scale of float16 follows overflows on any rank, {apart}"
+        yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
@@ -22,21 +20,13 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.tensor.odd_llama import HEADS, SIZES, batches
+from tests.engine.generation.test_generate import FAMILIES, Layout
+from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import tiny_job
 
 PROMPTS = [[3, 14, 15, 9, 2, 6], [5], [35, 8, 9, 7], [9, 3], [2, 3, 8, 4, 62, 6, 4, 33], [66]]
 ANSWERS = [[1, 2, 3], [65], [7, 7], [0, 66, 12, 13, 14], [4], [8, 9]]
-EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, **HEADS, **EXPERTS, sliding_window=4)
-    ),
-}
-Layout = tuple[Mesh, tuple[Strategy, ...] | None]
 LAYOUTS: dict[str, Layout] = {
     "one device": (Mesh(), None),
     "copies": (Mesh(dp_replicate=3), None),

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.generation.generate import TOKEN_DIM, Gather
+from meshwright.engine.generation.generate import TOKEN_DIM, Gather, gather_diagnostics, gather_from_ranks
 from meshwright.engine.generation.sampling_params import and_more, context_sizes, model_diagnostics
 from meshwright.engine.generation.token_sampler import full_vocabulary
 from meshwright.engine.runtime.rank_state import RankState
@@ -78,7 +78,7 @@ class LogprobsRequest:
         said = repr((self.prompts, self.answers, self.batch_size, self.gather))
         digest = bytearray(sha256(said.encode()).digest()[:8])
         own = torch.frombuffer(digest, dtype=torch.int64).to(state.world.device)
-        if len(set(_all_gather(state.world.group(AXES), own).flatten().tolist())) > 1:
+        if len(set(gather_from_ranks(state.world.group(AXES), own, LOGPROBS_ACTION).flatten().tolist())) > 1:
             text = "the ranks passed different prompts or answers, and logprobs divides them itself"
             fix = "pass the same, in the same order, on every rank"
             raise PlanError(text, fix=fix, location=LOCATION)
@@ -93,9 +93,7 @@ class LogprobsRequest:
         if not (isinstance(self.batch_size, int) and self.batch_size > 0):
             text = f"batch_size = {self.batch_size!r}; needed is a whole number of at least 1"
             yield Diagnostic(text, "pass batch_size=8, the default", LOCATION)
-        if self.gather not in ("once", "block"):
-            text = f"gather = {self.gather!r}; needed is 'once' or 'block'"
-            yield Diagnostic(text, "pass gather='once', the default", LOCATION)
+        yield from gather_diagnostics(self.gather, LOCATION)
         vocab_size, positions = context_sizes(module)
         yield from _token_diagnostics("prompt", self.prompts, vocab_size)
         yield from _token_diagnostics("answer", self.answers, vocab_size)
@@ -251,16 +249,9 @@ def _gathered(
     sent = torch.zeros(len(numbers_by_rank[0]), width, dtype=torch.float64)
     for place, number in enumerate(numbers_by_rank[group.index]):
         sent[place, : len(found[number])] = torch.tensor(found[number], dtype=torch.float64)
-    rows_by_rank = _all_gather(group, sent.to(device)).tolist()
+    rows_by_rank = gather_from_ranks(group, sent.to(device), LOGPROBS_ACTION).tolist()
     scored: dict[int, AnswerLogprobs] = {}
     for numbers, rows in zip(numbers_by_rank, rows_by_rank, strict=True):
         for number, (greedy, *logprobs) in zip(numbers, rows, strict=False):
             scored[number] = AnswerLogprobs(tuple(logprobs[: len(request.answers[number])]), bool(greedy))
     return [scored[number] for number in range(len(request.answers))]
-
-
-def _all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the equally shaped `tensor`s of all ranks of `group`, (ranks, *shape), on the CPU."""
-    gathered = tensor.new_empty(group.size, *tensor.shape)
-    group.all_gather(gathered, tensor.contiguous(), action=LOGPROBS_ACTION).wait()
-    return gathered.cpu()

@@ -138,9 +138,7 @@ class GenerationRequest:
             )
             fix = f"pass max_num_seqs={num_fitting_seqs}" if num_fitting_seqs >= most else fix
             diagnostics.append(Diagnostic(text, fix, LOCATION))
-        if self.gather not in ("once", "block"):
-            text = f"gather = {self.gather!r}; needed is 'once' or 'block'"
-            diagnostics.append(Diagnostic(text, "pass gather='once', the default", LOCATION))
+        diagnostics += gather_diagnostics(self.gather, LOCATION)
         raise_diagnostics(diagnostics)
         return is_called
 
@@ -310,7 +308,7 @@ class _Generation:
         error, device = self._error, self._state.world.device
         text = "" if error is None else f"{type(error).__name__}: {error}"
         encoded = torch.tensor(list(text.encode()[:ERROR_NBYTES].ljust(ERROR_NBYTES)), dtype=torch.uint8)
-        gathered = _all_gather(self._state.world.group(AXES), encoded.to(device)).tolist()
+        gathered = gather_from_ranks(self._state.world.group(AXES), encoded.to(device)).tolist()
         if error is not None:
             raise error
         texts = [bytes(each).decode(errors="replace").strip() for each in gathered]
@@ -334,7 +332,7 @@ class _Generation:
         ids, logprobs = ids.to(device), logprobs.to(device)
         if self._stages is not None:
             self._stages.share_logprobs(logprobs)
-        ids, logprobs = (_all_gather(self._group, each) for each in (ids, logprobs))
+        ids, logprobs = (gather_from_ranks(self._group, each) for each in (ids, logprobs))
         answers = []
         for rank, sequences in enumerate(sequences_by_rank):
             for sequence, (how, count, *tokens), (full, drawn) in zip(
@@ -359,11 +357,18 @@ def _plan_diagnostics(state: RankState) -> Iterator[Diagnostic]:
             yield Diagnostic(text, fix, LOCATION)
 
 
-def _all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+def gather_from_ranks(group: Group, tensor: torch.Tensor, action: str = GENERATE_ACTION) -> torch.Tensor:
     """Returns the equally shaped `tensor`s of all ranks of `group`, (ranks, *shape), on the CPU."""
     gathered = tensor.new_empty(group.size, *tensor.shape)
-    group.all_gather(gathered, tensor.contiguous(), action=GENERATE_ACTION).wait()
+    group.all_gather(gathered, tensor.contiguous(), action=action).wait()
     return gathered.cpu()
+
+
+def gather_diagnostics(gather: str, location: str) -> Iterator[Diagnostic]:
+    """Yields a problem of `gather` at `location`, if it is none of Gather."""
+    if gather not in ("once", "block"):
+        text = f"gather = {gather!r}; needed is 'once' or 'block'"
+        yield Diagnostic(text, "pass gather='once', the default", location)
 
 
 def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tuple[bool, float]:
@@ -376,7 +381,7 @@ def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tu
     is_called = request.on_token is not None or any(each.stop_strings for each in params)
     fitting = -1 if request.num_fitting_seqs is None else request.num_fitting_seqs
     own = torch.tensor([digest, is_called, fitting], device=state.world.device)
-    digests, called, numbers = zip(*_all_gather(state.world.group(AXES), own).tolist(), strict=True)
+    digests, called, numbers = zip(*gather_from_ranks(state.world.group(AXES), own).tolist(), strict=True)
     if len(set(digests)) > 1:
         text = "the ranks passed different prompts or parameters, and generate divides the prompts itself"
         fix = "pass the same prompts, in the same order, and the same parameters and seed on every rank"

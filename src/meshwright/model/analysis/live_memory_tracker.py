@@ -160,10 +160,8 @@ class LiveMemoryTracker(TorchDispatchMode):
         )
 
     def _drop_expired(self, keys: Iterable[int]) -> None:
-        is_expired, live = (
-            torch.UntypedStorage._expired,
-            self._live,
-        )  # asked of all of them after each operation
+        # asked of all of them after each operation
+        is_expired, live = torch.UntypedStorage._expired, self._live
         for key in [key for key in keys if is_expired(live[key][0].cdata)]:
             _, nbytes, kind = self._live.pop(key)
             self._sums[kind] -= nbytes

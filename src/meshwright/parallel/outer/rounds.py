@@ -79,6 +79,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import AVERAGES, Layout, P, S
 from meshwright.plan.step.program import Action, Allocation, Period, Program, Transfer
 from meshwright.plan.step.single_device_program import stepped_microbatches
+from meshwright.plan.strategy_compatibility import joint_decision_diagnostics
 from meshwright.plan.strategy_interface import EndStep, Handler, Runtime, SiteLoop, Strategy, StrategyPhase
 from meshwright.plan.strategy_state import StateSpec
 
@@ -177,15 +178,7 @@ class RoundStrategy(Strategy):
 
     def _check_job(self, job: Job) -> Iterator[Diagnostic]:
         apart = f"and the sites along {self.axis} know nothing of one another between rounds"
-        if job.guard.action != "off":
-            text = f"the loss guard leaves a step out, or stops, on all ranks together, {apart}"
-            yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
-        if job.train.noise_scale:
-            text = f"the noise scale compares the gradients of all ranks in each step, {apart}"
-            yield Diagnostic(text, "set train.noise_scale = false", "train.noise_scale")
-        if job.precision.effective.scales_loss:
-            text = f"the loss scale of float16 follows overflows on any rank, {apart}"
-            yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
+        yield from joint_decision_diagnostics(job, apart)
         yield from self.check_evaluations(job) if job.evaluate.is_enabled else ()
 
     def check_evaluations(self, job: Job) -> Iterator[Diagnostic]:
@@ -284,9 +277,13 @@ class RoundStrategy(Strategy):
         sums = [
             [
                 # what ends in a later step is a state
-                (average, 0 if begins != ends or self._is_in_place(group, view, job) else nbytes)
+                (
+                    self._average(group, view, job, begins, steps),
+                    0
+                    if begins != ends or self._is_in_place(group, view, job)
+                    else self._message_nbytes(group, view, job),
+                )
                 for group in groups
-                for average, nbytes in [self._average(group, view, job, begins, steps)]
             ]
             for (begins, ends), groups in at_once.items()
         ]
@@ -299,16 +296,17 @@ class RoundStrategy(Strategy):
 
     def _average(
         self, group: ParamGroup, view: RankView, job: Job, period: Period, steps: tuple[str, ...]
-    ) -> tuple[Action, int]:
-        """Returns the average of `group`, and the bytes of its message."""
-        dtype = averaged_dtype(job)
-        flat = view.flat_param_specs.get(group.name)
-        numel = group.numel if flat is None else view.shard_numel(flat)
-        nbytes = (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[dtype]
+    ) -> Action:
+        nbytes, dtype = self._message_nbytes(group, view, job), averaged_dtype(job)
         transfer = Transfer(AVERAGES["V", "I"], (self.axis,), nbytes, dtype=dtype)
         pack, total, _ = self._kinds
         waits = (*steps, f"{pack}({group.name})")
-        return Action(total, group.name, None, "comm", waits, group.names, transfer, period=period), nbytes
+        return Action(total, group.name, None, "comm", waits, group.names, transfer, period=period)
+
+    def _message_nbytes(self, group: ParamGroup, view: RankView, job: Job) -> int:
+        flat = view.flat_param_specs.get(group.name)
+        numel = group.numel if flat is None else view.shard_numel(flat)
+        return (1 + self._num_states(group, job)) * numel * FLOAT_NBYTES[averaged_dtype(job)]
 
     @property
     def _kinds(self) -> tuple[str, str, str]:

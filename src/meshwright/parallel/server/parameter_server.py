@@ -127,10 +127,7 @@ class ParameterServer(Strategy):
             text = f"the ranks along {' and '.join(beside)} have other samples, and would have other servers"
             sizes = ", ".join(f"mesh.{axis} = 1" for axis in beside)
             yield Diagnostic(text, f"make it one axis: mesh.{self.axis} = {number}, {sizes}", location)
-        for weight in (each.param for each in sharding.param_shardings if each.param.trainable):
-            if weight.dtype:
-                text = f"{weight.name} is trained in {weight.dtype}, and servers step the dtype of the job"
-                yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
+        yield from dtype_diagnostics(sharding)
         yield from self._check_stored_once(sharding)
 
     def _check_dedicated(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -204,10 +201,7 @@ class ParameterServer(Strategy):
         placed = sharding.map_param_shardings(sharded)
         if self.dedicated and self.servers < sharding.mesh.size(self.axis):
             placed = replace(placed, server_axis=self.axis, num_servers=self.servers)
-        owners = assign_servers(placed, self.servers)
-        return placed.map_param_shardings(
-            lambda each: replace(each, owner_index=owners.get(each.param.name, each.owner_index))
-        )
+        return with_servers(placed, self.servers)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         pushes = GradReduceScatter(view, job, "", every_microbatch=False)
@@ -244,6 +238,22 @@ class ParameterServer(Strategy):
                 for stage in _stages(group, sharding):
                     numbers[stage] += 1
         yield from numbers.values()
+
+
+def dtype_diagnostics(sharding: ShardingPlan) -> Iterator[Diagnostic]:
+    """Yields trained parameters of a dtype of their own, which no server steps."""
+    for weight in (each.param for each in sharding.param_shardings if each.param.trainable):
+        if weight.dtype:
+            text = f"{weight.name} is trained in {weight.dtype}, and servers step the dtype of the job"
+            yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
+
+
+def with_servers(sharding: ShardingPlan, num_servers: int) -> ShardingPlan:
+    """Returns `sharding`, whose gradients are S(flat), with the server of each trained parameter."""
+    owners = assign_servers(sharding, num_servers)
+    return sharding.map_param_shardings(
+        lambda each: replace(each, owner_index=owners.get(each.param.name, each.owner_index))
+    )
 
 
 def assign_servers(sharding: ShardingPlan, num_servers: int) -> dict[str, int]:

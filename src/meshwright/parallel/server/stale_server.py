@@ -63,7 +63,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from meshwright.parallel.server.arrival_record import ArrivalRecord, RecordHeader, read_record, record_path
-from meshwright.parallel.server.parameter_server import SERVERS_FIX, assign_servers
+from meshwright.parallel.server.parameter_server import SERVERS_FIX, dtype_diagnostics, with_servers
 from meshwright.parallel.server.stale_updates import ServerUpdates, WorkerExchanges
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least
@@ -78,6 +78,7 @@ from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.unshard_windows import flat_groups
+from meshwright.plan.strategy_compatibility import joint_decision_diagnostics
 from meshwright.plan.strategy_interface import EndStep, Handler, Runtime, SiteLoop, Strategy, StrategyPhase
 
 AXIS = "outer"
@@ -118,24 +119,12 @@ class StaleServer(Strategy):
             text = f"parameters in {sizes['parameters']}, gradients in {sizes['gradients']}, sums in "
             text += f"{sizes['reduce']}: what is pushed is stepped as it is"
             yield Diagnostic(text, "leave precision.gradients and precision.reduce out", "precision.reduce")
-        for weight in (each.param for each in sharding.param_shardings if each.param.trainable):
-            if weight.dtype:
-                text = f"{weight.name} is trained in {weight.dtype}, and servers step the dtype of the job"
-                yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
+        yield from dtype_diagnostics(sharding)
         if self.replay and mesh.size(AXIS) > self.servers:
             yield from self._check_replay(job, mesh.size(AXIS))
 
     def _check_job(self, job: Job) -> Iterator[Diagnostic]:
-        apart = "and workers know nothing of one another's steps"
-        if job.guard.action != "off":
-            text = f"the loss guard leaves a step out, or stops, on all ranks together, {apart}"
-            yield Diagnostic(text, 'set guard.action = "off"', "guard.action")
-        if job.train.noise_scale:
-            text = f"the noise scale compares the gradients of all ranks in each step, {apart}"
-            yield Diagnostic(text, "set train.noise_scale = false", "train.noise_scale")
-        if job.precision.effective.scales_loss:
-            text = f"the loss scale of float16 follows overflows on any rank, {apart}"
-            yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
+        yield from joint_decision_diagnostics(job, "and workers know nothing of one another's steps")
         if 0 < job.evaluate.every < job.train.steps:
             text = f"an evaluation every {job.evaluate.every} steps, when workers have other parameters"
             yield Diagnostic(text, "set evaluate.every = 0: at the end alone", "evaluate.every")
@@ -194,10 +183,7 @@ class StaleServer(Strategy):
         )
         if self.servers < sharding.mesh.size(AXIS):
             placed = replace(placed, server_axis=AXIS, num_servers=self.servers)
-        owners = assign_servers(placed, self.servers)
-        return placed.map_param_shardings(
-            lambda each: replace(each, owner_index=owners.get(each.param.name, each.owner_index))
-        )
+        return with_servers(placed, self.servers)
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         packs = GradReduceScatter(view, job, "", every_microbatch=False)
@@ -220,8 +206,7 @@ class StaleServer(Strategy):
         if state.world.device.type != "cpu":
             text = f"rank {state.world.rank} is on {state.world.device}, and servers take whoever comes first"
             raise PlanError(text, fix='run on CPUs: run.device = "cpu"', location=f"strategies.{self.name}")
-        header = RecordHeader("", 0, state.plan.sharding.num_workers, self.bound)
-        header = replace(header, plan=_digest(state.plan))
+        header = RecordHeader(_digest(state.plan), 0, state.plan.sharding.num_workers, self.bound)
         replayed = dict[int, ArrivalRecord]()
         for index in state.plan.sharding.server_indices if self.replay else ():
             replayed[index] = read_record(record_path(self.replay, index))
