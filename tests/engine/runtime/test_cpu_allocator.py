@@ -3,11 +3,19 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
-from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD, retain_heap
+from meshwright.engine.runtime.cpu_allocator import (
+    HUGE_PAGE_NBYTES,
+    M_MMAP_THRESHOLD,
+    MAX_MMAP_THRESHOLD,
+    retain_heap,
+    use_huge_pages,
+)
 
 STEPS = """
     import ctypes, json, resource, sys
@@ -69,3 +77,27 @@ def test_a_second_call_does_nothing_more():
         -3,
         32 * 2**20,
     )  # malloc.h's number, and the most that mallopt takes
+
+
+def test_large_tensors_move_to_huge_pages_where_they_are():
+    large, small = torch.randn(4 * HUGE_PAGE_NBYTES), torch.randn(10)
+    before, place = large.clone(), large.data_ptr()
+    moved = use_huge_pages([small, torch.empty(0), large, torch.zeros(9, device="meta")])
+    if not moved:
+        pytest.skip("the kernel moves no pages at once")
+    assert moved in (15 * HUGE_PAGE_NBYTES, 16 * HUGE_PAGE_NBYTES)  # it may begin within one
+    assert huge_nbytes(place + HUGE_PAGE_NBYTES) >= moved
+    assert torch.equal(large, before)
+
+
+def huge_nbytes(address: int) -> int:
+    """Bytes in huge pages of the mapping of this process that holds `address`."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(each, 16) for each in first.split("-"))
+            is_inside = begin <= address < end
+        elif is_inside and first == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    return 0

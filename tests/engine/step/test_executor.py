@@ -320,3 +320,19 @@ def test_the_graph_is_cut_only_where_an_action_is_between_two_backwards():
         first.register_forward_hook(lambda block, args, out, seen=handed[name]: seen.append(out.is_leaf))
         done.executor.step(BATCH)
     assert handed == {"whole": [False], "cut": [True] * 3}
+
+
+def test_what_the_cpu_steps_moves_to_huge_pages_once(monkeypatch: pytest.MonkeyPatch):
+    moved = list[list[int]]()
+    monkeypatch.setattr(
+        "meshwright.engine.step.executor.use_huge_pages",
+        lambda tensors: moved.append([each.data_ptr() for each in tensors]),
+    )
+    executor = pair(job=job_of(steps=4, optimizer=OptimizerConfig("adamw"))).executor
+    for _ in range(4):
+        executor.step(BATCH)
+    (places,) = moved
+    for parameter, states in executor.state.optimizers[0].state.items():
+        assert {each.data_ptr() for each in (parameter, states["exp_avg"], states["exp_avg_sq"])} <= set(
+            places
+        )

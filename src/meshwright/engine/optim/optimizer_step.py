@@ -69,6 +69,16 @@ class OptimizerUpdate:
         """The bytes of the memory that gradients are cast into, and of stashed weights."""
         return self._buffer.nbytes + self._store.master_weights.weight_stash.nbytes
 
+    def stepped_tensors(self) -> Iterator[torch.Tensor]:
+        """Yields all that a step reads and writes: stepped weights, gradients, cast gradients, states."""
+        yield self._buffer
+        for parameter in (each for group in all_param_groups(self._optimizers) for each in group["params"]):
+            yield parameter.detach()
+            if parameter.grad is not None:
+                yield parameter.grad
+        for states in (each for optimizer in self._optimizers for each in optimizer.state.values()):
+            yield from (value for value in states.values() if isinstance(value, torch.Tensor))
+
     def clip(self, action: Action) -> None:
         """Computes the gradient norm, each parameter once; STEP then unscales and clips to `train.clip`."""
         parameters, self._scale_late = [] if self._casts else self._clipped_params[action.name], None

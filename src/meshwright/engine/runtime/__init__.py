@@ -11,5 +11,5 @@ loss_guard                      detection of loss spikes and of steps that are n
 comm_groups                     the process groups of a plan
 module_patches                  replaced forwards of modules
 step_profiler                   the time of each action of a step
-cpu_allocator                   freed memory that stays with a CPU process
+cpu_allocator                   freed memory that stays with a CPU process; model states in huge pages
 """

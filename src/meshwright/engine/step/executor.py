@@ -55,7 +55,7 @@ from meshwright.engine.params.offloaded_states import OffloadedStates
 from meshwright.engine.params.rank_file import RankFile
 from meshwright.engine.params.unshard_forward_hooks import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
-from meshwright.engine.runtime.cpu_allocator import trim_heap
+from meshwright.engine.runtime.cpu_allocator import trim_heap, use_huge_pages
 from meshwright.engine.runtime.loss_guard import SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.module_patches import ModulePatches
@@ -229,13 +229,20 @@ class StepExecutor:
         self.steps_done += 1
         self.is_in_round = not self._ends_round(self.steps_done - 1)
         state.end_step()
-        if self._heap_warmup_left and state.world.device.type == "cpu":
-            trim_heap()
+        if self._heap_warmup_left:
             self._heap_warmup_left -= 1
+            self._settle_heap(is_last=not self._heap_warmup_left)
         metrics = self._actions.metrics(lr)
         if not metrics.is_skipped or state.plan.sharding.varying_axes:  # all sites count the same steps
             self.lr_schedule.end_step()
         return metrics
+
+    def _settle_heap(self, *, is_last: bool) -> None:
+        """Returns what the first steps have left over, and moves what the CPU steps to huge pages."""
+        if self.state.world.device.type == "cpu":
+            trim_heap()
+        if is_last and self.state.disk is None:  # tensors of a device stay where they are
+            use_huge_pages(self.state.update.stepped_tensors())
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
         """Returns the loss over `batches`, exact over all ranks; each passes its own samples.
