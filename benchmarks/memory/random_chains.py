@@ -26,6 +26,10 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
         if with_options and saved > 2 and rng.random() < 0.3:
             held = rng.randint(1, saved - 1)
             options.append(ActivationOption("gist", rng.randint(1, 6), held, held + rng.randint(0, 5)))
+        if with_options and saved > 1 and rng.random() < 0.3:
+            kept, until_rerun = rng.randint(0, saved - 1), rng.randint(0, 6)
+            rerun = rng.randint(1, 6), kept + until_rerun, saved, saved + until_rerun
+            options.append(ActivationOption("selective", *rerun))
         blocks.append(
             ChainBlock(
                 f"block{number}",
@@ -117,6 +121,8 @@ class _Play:
                 self.see(saved + block.output_nbytes)  # the gradient of its output
             self.held.pop(number, None)
             for option in block.options:
-                saved = option.backward_nbytes if option.name == part.option else saved
+                if option.name == part.option:
+                    saved = option.backward_nbytes
+                    self.see(option.rerun_nbytes + block.output_nbytes if option.rerun_nbytes else 0)
             self.see(saved + block.scratch_nbytes)
             del self.outputs[number]

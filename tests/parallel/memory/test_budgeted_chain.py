@@ -30,15 +30,15 @@ from tests.tiny_model import edited, tiny_job, token_samples
 LEAVES_ALL = MemoryBudget(budget_mb=1e6)  # changes nothing, and asks for what segments need to know
 
 
-def chain_of(plan: Plan, rank: int = 0, *, use_gist: bool = False) -> BudgetedChain:
+def chain_of(plan: Plan, rank: int = 0, *more: str) -> BudgetedChain:
     view, actions = plan.rank_view(rank), plan.for_rank(rank).actions
-    return budgeted_chain(actions, view, plan.job, (), lambda call: True, use_gist=use_gist)
+    return budgeted_chain(actions, view, plan.job, (), lambda call: True, ("recompute", "segment", *more))
 
 
-@pytest.mark.parametrize("use_gist", [False, True])
-def test_every_choice_has_the_peak_of_its_program(use_gist: bool):
+@pytest.mark.parametrize("more", [(), ("gist",), ("selective",), ("gist", "selective")])
+def test_every_choice_has_the_peak_of_its_program(more: tuple[str, ...]):
     plan = planned(LEAVES_ALL)
-    chain = chain_of(plan, use_gist=use_gist)
+    chain = chain_of(plan, 0, *more)
     assert chain.peak_nbytes(None) == activations(plan)
     choices = ActivationBudget(chain.blocks, chain.loss_nbytes).choices()
     assert len(choices) > 20
@@ -135,9 +135,8 @@ def test_seconds_are_operations_and_bytes_read_and_written():
     calls = unequal().model_spec.block_calls
     plan = planned()
     view, actions = plan.rank_view(0), plan.for_rank(0).actions
-    given = budgeted_chain(
-        actions, view, plan.job, tuple(range(len(calls))), lambda call: True, use_gist=False
-    )
+    times = tuple(range(len(calls)))
+    given = budgeted_chain(actions, view, plan.job, times, lambda call: True, ("recompute",))
     assert [block.forward_s for block in given.blocks] == [number / 1e3 for number in range(len(calls))]
 
 

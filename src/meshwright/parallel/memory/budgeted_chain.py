@@ -7,17 +7,21 @@ the program; else they follow from the trial, without the buffers that single te
     a block call    its output, and what else its F allocates          seconds: given, or from its operations
     its backward    the scratch of B, gradients that wait for W, of the last one that of the loss
     may be dropped  an output that only the next block call reads: what code between blocks reads stays
+    selective       an option for every set of kinds of operations whose outputs take less than what is saved;
+                    its rerun has the operations that are left, and a call of Python for each of all
 
 The peak of a choice is that of the program with it: the one that is planned, with what ends before an action
 ends added (what a rerun saves, the gradient of an output).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import combinations, pairwise
+from types import MappingProxyType
 
 from meshwright.parallel.memory.activation_checkpointing import (
+    kept_outputs_diagnostics,
     largest_rank_view,
     num_tokens_by_rank,
     with_kept_inputs,
@@ -26,14 +30,21 @@ from meshwright.parallel.memory.gist import encode_memory, freed_and_added_nbyte
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
+from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
-from meshwright.plan.step.memory.activation_budget import ActivationChoice, ActivationOption, ChainBlock
+from meshwright.plan.step.memory.activation_budget import (
+    RECOMPUTE,
+    ActivationChoice,
+    ActivationOption,
+    ChainBlock,
+)
 from meshwright.plan.step.memory.block_call_memory import (
     activation_memory,
     loss_scratch_nbytes,
     saved_fraction,
 )
+from meshwright.plan.step.memory.kept_outputs import KeptOutputsMemory, keep_outputs, kept_outputs_memory
 from meshwright.plan.step.memory.memory_names import (
     SCRATCH,
     deferred_grad_name,
@@ -52,8 +63,16 @@ from meshwright.plan.step.single_device_program import (
 )
 
 OPS_PER_BYTE = 20  # operations in the time of a byte read or written, where no seconds are given
+OPS_PER_CALL = 100_000  # operations in the time of a call of Python for an operation of torch
 GIST_PASSES = 4  # over each encoded tensor
-GIST = "gist"
+SEGMENT, GIST, SELECTIVE = "segment", "gist", "selective"
+SAVED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # by option: kinds of operations, as in `save`
+    {
+        f"save {' and '.join(ops)}": ops
+        for count in range(1, len(KEPT_OPS) + 1)
+        for ops in combinations(KEPT_OPS, count)
+    }
+)
 MAX_TRIED = 64  # choices that are tried on a program
 EVEN_FIX = "use a mesh on which each rank has as many, or activation_checkpointing"
 
@@ -121,7 +140,11 @@ def apply_choice(actions: list[Action], choice: ActivationChoice, view: RankView
     edited = encode_memory(actions, encoded, view, job) if encoded else actions
     if not choice.segments:
         return edited
-    return with_kept_inputs(recompute_segments(edited, choice.segments), view, job)
+    edited = with_kept_inputs(recompute_segments(edited, choice.segments), view, job)
+    for name, ops in SAVED_OPS.items():
+        calls = [block_call for block_call, option in choice.options.items() if option == name]
+        edited = keep_outputs(edited, calls, ops, view, job) if calls else edited
+    return edited
 
 
 def budgeted_chain(
@@ -129,11 +152,11 @@ def budgeted_chain(
     view: RankView,
     job: Job,
     forward_ms: Sequence[float],
-    can_rerun: Callable[[str], bool],
-    *,
-    use_gist: bool,
+    may_rerun: Callable[[str], bool],
+    choices: Collection[str],
 ) -> BudgetedChain:
-    """Returns the chain of the rank of `view`, which executes `actions`.
+    """Returns the chain of the rank of `view`, which executes `actions`, with what `choices` offer for the
+    block calls that `may_rerun`.
 
     `forward_ms` are the milliseconds of each block call of the model, or empty. Raises PlanError for experts
     that lie unevenly on ranks.
@@ -142,20 +165,22 @@ def budgeted_chain(
     sized = list(_largest_actions(actions, view, largest, job))
     outputs, saved, scratch, loss_nbytes = _block_nbytes(sized, view)
     first, last = view.model_spec.block_calls[0], view.plan.model_spec.block_calls[-1]
-    weighed = view.model_spec.memory
+    weighed, num_samples = view.model_spec.memory, samples_per_microbatch(actions, view.plan, job)
     if weighed is not None:  # as `with_kept_inputs` has it
-        num_samples = samples_per_microbatch(actions, view.plan, job)
         outputs[first] += max(0, (weighed.glue_outputs - weighed.glue).total(num_samples))
-    operations = _operations(largest, job, samples_per_microbatch(actions, view.plan, job))
+    operations = _operations(largest, job, num_samples)
     seconds, per_operation = operations, 1.0
     if forward_ms:
         given = dict(zip(view.plan.model_spec.block_calls, forward_ms, strict=True))
         seconds = {block_call: given[block_call] / 1e3 for block_call in operations}
         per_operation = sum(seconds.values()) / (sum(operations.values()) or 1)
     droppable, in_flight = _droppable_outputs(view), _max_in_flight(actions)
-    gist = dict[str, ActivationOption]()
-    if use_gist:
-        gist = dict(_gist_options(largest, job, actions, saved, per_operation))
+    may_rerun_alone = {call for call in outputs if may_rerun(call) and call != last}  # B of the last follows
+    options: dict[str, list[ActivationOption]] = {block_call: [] for block_call in outputs}
+    for block_call, option in _gist_options(largest, job, num_samples, saved, per_operation):
+        options[block_call] += [option] if GIST in choices else []
+    for block_call, option in _selective_options(largest, job, num_samples, saved, seconds):
+        options[block_call] += [option] if SELECTIVE in choices and block_call in may_rerun_alone else []
     blocks = (
         ChainBlock(
             block_call,
@@ -163,8 +188,8 @@ def budgeted_chain(
             outputs[block_call],
             saved[block_call],
             scratch[block_call],
-            (gist[block_call],) if block_call in gist else (),
-            can_rerun(block_call) and block_call != last,  # whose backward follows at once
+            tuple(options[block_call]),
+            RECOMPUTE in choices and block_call in may_rerun_alone,
             block_call in droppable,
             in_flight[block_call],
             OPS_PER_BYTE * saved[block_call] * per_operation,
@@ -280,8 +305,12 @@ def _block_nbytes(
     return outputs, saved, scratch, loss_nbytes
 
 
-def _operations(view: RankView, job: Job, num_samples: int) -> dict[str, float]:
-    """Returns the operations of the forward of each block call, with bytes read and written as operations."""
+def _operations(
+    view: RankView, job: Job, num_samples: int, kept: Mapping[str, KeptOutputsMemory] = MappingProxyType({})
+) -> dict[str, float]:
+    """Returns the operations of the forward of each block call, with bytes read and written as operations;
+    of those that keep outputs, what that adds to a step: the rest of a forward, and calls of Python.
+    """
     memory = view.model_spec.memory
     by_call = {} if memory is None or memory.ops is None else memory.ops.by_block_call
     found = {}
@@ -290,15 +319,19 @@ def _operations(view: RankView, job: Job, num_samples: int) -> dict[str, float]:
         if block_call in by_call:
             moved = by_call[block_call].forward.memory_op_nbytes(num_samples)
             nbytes = float(moved * saved_fraction(view, block_call))
-        found[block_call] = share.flops * num_samples + OPS_PER_BYTE * nbytes
+        flops, num_calls = Fraction(share.flops * num_samples), 0
+        if block_call in kept:
+            flops *= 1 - kept[block_call].flops_fraction
+            num_calls = 2 * by_call[block_call].forward.num_ops if block_call in by_call else 0
+        found[block_call] = float(flops) + OPS_PER_BYTE * nbytes + OPS_PER_CALL * num_calls
     return found
 
 
 def _gist_options(
-    view: RankView, job: Job, actions: Sequence[Action], saved: Mapping[str, int], per_operation: float
+    view: RankView, job: Job, num_samples: int, saved: Mapping[str, int], per_operation: float
 ) -> Iterator[tuple[str, ActivationOption]]:
     """Yields the block calls for which `gist` takes fewer bytes, and what it takes."""
-    num_samples, width = samples_per_microbatch(actions, view.plan, job), FLOAT_NBYTES[job.precision.compute]
+    width = FLOAT_NBYTES[job.precision.compute]
     for each in view.model_spec.relu_activations:
         local = local_relu_activations(each, view, num_samples)
         freed, added = freed_and_added_nbytes(local, width)
@@ -306,6 +339,28 @@ def _gist_options(
         seconds = GIST_PASSES * local.mask_numel * width * OPS_PER_BYTE * per_operation
         if held < saved[each.block_call]:
             yield each.block_call, ActivationOption(GIST, seconds, held, held + local.largest_numel * width)
+
+
+def _selective_options(
+    view: RankView, job: Job, num_samples: int, saved: Mapping[str, int], seconds: Mapping[str, float]
+) -> Iterator[tuple[str, ActivationOption]]:
+    """Yields the block calls for which outputs of some kinds of operations take less than what they save, and
+    what keeping those takes. `seconds` are those of whole forwards.
+    """
+    spec, whole = view.model_spec, _operations(view, job, num_samples)
+    known = {(each.block_call, each.op) for each in spec.kept_outputs}
+    experts = {each.block_call for each in spec.experts_calls}  # data decides how many rows they return
+    for name, ops in SAVED_OPS.items():
+        if any(kept_outputs_diagnostics(view.plan, ops, "")):
+            continue
+        memory = kept_outputs_memory(view, job, num_samples, ops)
+        left = _operations(view, job, num_samples, memory)
+        for block_call, kept in memory.items():
+            is_whole = all((block_call, op) in known for op in ops)  # else another option is the same
+            if is_whole and block_call not in experts and kept.nbytes < saved[block_call]:
+                rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
+                rerun_s = seconds[block_call] * left[block_call] / (whole[block_call] or 1)
+                yield block_call, ActivationOption(name, rerun_s, kept.nbytes, saved[block_call], rerun)
 
 
 def _droppable_outputs(view: RankView) -> frozenset[str]:

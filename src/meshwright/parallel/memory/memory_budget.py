@@ -10,6 +10,8 @@ of each are known from a trial, and a dynamic program over the chain finds the f
     choice          held between F and B          before B                        time added
     keep            input, activations            -                               0
     recompute       input                         RECOMPUTE                       one forward
+    selective       input, outputs of matmul,     RECOMPUTE without these         norms, activation functions,
+                    of attention, or of both      operations                      the other of the two
     segment a .. b  input of a                    RECOMPUTE_OUTPUT a .. b-1,      one forward of a .. b, of
                                                   RECOMPUTE b, ... RECOMPUTE a    a .. b-1 at most two
     gist            input, encoded activations    decode                          passes over memory
@@ -22,20 +24,25 @@ of each are known from a trial, and a dynamic program over the chain finds the f
 
 `budget_mb` is for one rank, with all its microbatches in flight; 0 takes as few bytes as possible. Weights,
 their gradients and optimizer states are not in it. `choices` are those beside keeping: "recompute",
-"segment", and "gist" where the model has ReLU or max pooling. `blocks` selects by patterns which block calls
-may run again. `forward_ms` are measured milliseconds of the forward of each block call of the model, in
-order; the commands fill them in with those predicted for `run.hardware` (a kind of device, or a file of
-`bench device`), if the config names it. Else a block takes the time of its operations, where a byte read or
-written counts as 20. In a segment, what a rerun saves before the last one counts as read once more: it has
-left the cache. If everything fits, the plan is the one without it.
+"segment", "selective" (as `save` of activation_checkpointing; for each block call "matmul", "attention" or
+both, whatever is best), and "gist" where the model has ReLU or max pooling. `blocks` selects by patterns
+which block calls may run again.
+
+`forward_ms` are measured milliseconds of the forward of each block call of the model, in order; the commands
+fill them in with those predicted for `run.hardware` (a kind of device, or a file of `bench device`), if the
+config names it. Else a block takes the time of its operations, where a byte read or written counts as 20. In
+a segment, what a rerun saves before the last one counts as read once more: it has left the cache. With
+"selective", a rerun takes that part of the time of its block that the operations left in it have of all, and
+a call of Python for every operation. If everything fits, the plan is the one without it.
 
 Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call
 runs at most three times. All microbatches choose alike. With halves of backwards (I, W) what runs again stays
-until W. Bytes are those measured in a trial; where the data
-decides (experts, gist) the expected ones; if ranks have unequal slices, without buffers of collectives inside
-blocks. Experts that lie unevenly on ranks are refused. In a pipeline the outputs of a stage stay until its
-forward ends.
+until W. Bytes are those measured in a trial; where the data decides (experts, gist) the expected ones; if
+ranks have unequal slices, without buffers of collectives inside blocks. Experts that lie unevenly on ranks
+are refused. What selective checkpointing refuses is not chosen: block calls with experts, attention over
+ranks that share tokens, all of it where the residual stream is sharded by features. A block call of a segment
+keeps no outputs. In a pipeline the outputs of a stage stay until its forward ends.
 Paper: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory", arXiv 1911.13214; Jain et al. 2020, "Checkmate: Breaking the Memory
 Wall with Optimal Tensor Rematerialization", arXiv 1910.02653.
@@ -48,14 +55,21 @@ from typing import ClassVar
 
 from meshwright.parallel.memory.activation_checkpointing import checkpointing_diagnostics
 from meshwright.parallel.memory.block_patterns import matches_any
-from meshwright.parallel.memory.budgeted_chain import apply_choice, budgeted_chain
+from meshwright.parallel.memory.budgeted_chain import (
+    GIST,
+    SEGMENT,
+    SELECTIVE,
+    apply_choice,
+    budgeted_chain,
+)
 from meshwright.parallel.memory.gist import encode_forwards, is_encoded
+from meshwright.parallel.memory.selective_outputs import keep_in_forwards
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.memory.activation_budget import ActivationBudget
+from meshwright.plan.step.memory.activation_budget import RECOMPUTE, ActivationBudget
 from meshwright.plan.step.memory.recomputed_segments import check_nothing_recomputed
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -79,7 +93,7 @@ class MemoryBudget(Strategy):
         default=0.0, metadata=at_least(0, "write MiB of activations per rank; 0 takes as few as possible")
     )
     choices: tuple[str, ...] = field(
-        default=("recompute", "segment"), metadata=one_of("recompute", "segment", "gist")
+        default=(RECOMPUTE, SEGMENT, SELECTIVE), metadata=one_of(RECOMPUTE, SEGMENT, SELECTIVE, GIST)
     )
     blocks: tuple[str, ...] = ()
     forward_ms: tuple[float, ...] = field(
@@ -89,7 +103,7 @@ class MemoryBudget(Strategy):
     @property
     def needs_stage_boundaries(self) -> bool:  # type: ignore[override]
         """Whether it reads ModelSpec.stage_boundaries: which block calls read what others return."""
-        return "segment" in self.choices
+        return SEGMENT in self.choices
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         model_spec = sharding.model_spec
@@ -99,10 +113,10 @@ class MemoryBudget(Strategy):
             text = f"forward_ms has {given} numbers, and the model {len(calls)} block calls: "
             text += ", ".join(calls if len(calls) < 9 else (*calls[:3], "...", calls[-1]))
             yield Diagnostic(text, "write one number for each, or none", f"{LOCATION}.forward_ms")
-        if "segment" in self.choices and "recompute" not in self.choices:
+        if SEGMENT in self.choices and RECOMPUTE not in self.choices:
             text = "block calls of a segment are recomputed, and `choices` leaves out recompute"
             yield Diagnostic(text, 'add "recompute", or leave out "segment"', f"{LOCATION}.choices")
-        if "gist" in self.choices and not model_spec.relu_activations:
+        if GIST in self.choices and not model_spec.relu_activations:
             text = f"no block of {model_spec.name} has a ReLU or a max pooling inside: gist saves 0 bytes"
             yield Diagnostic(text, 'leave out "gist"', f"{LOCATION}.choices")
 
@@ -111,20 +125,20 @@ class MemoryBudget(Strategy):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         forwards = [each for each in runtime.state.plan.actions if each.kind == "F" and is_encoded(each)]
-        if "gist" in self.choices:
+        if GIST in self.choices:
             encode_forwards(runtime, forwards)
+        if SELECTIVE in self.choices:
+            keep_in_forwards(runtime)
         return {}
 
     def _fit(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         """Returns `actions` with the fastest choice that fits. Raises PlanError if none does."""
         check_nothing_recomputed(actions)
-        chain = budgeted_chain(
-            actions, view, job, self.forward_ms, self._may_rerun, use_gist="gist" in self.choices
-        )
+        chain = budgeted_chain(actions, view, job, self.forward_ms, self._may_rerun, self.choices)
         limit, kept_nbytes = self.budget_mb * MIB, chain.peak_nbytes(None)
         if kept_nbytes <= limit:
             return actions
-        budget = ActivationBudget(chain.blocks, chain.loss_nbytes, use_segments="segment" in self.choices)
+        budget = ActivationBudget(chain.blocks, chain.loss_nbytes, use_segments=SEGMENT in self.choices)
         # the program has the last word: it knows in which order microbatches run
         found = chain.with_peaks(budget.choices())
         least, chosen = min(found, key=lambda each: each[0])
@@ -138,7 +152,7 @@ class MemoryBudget(Strategy):
         return apply_choice(actions, chosen, view, job)
 
     def _may_rerun(self, block_call: str) -> bool:
-        return "recompute" in self.choices and (not self.blocks or matches_any(block_call, self.blocks))
+        return not self.blocks or matches_any(block_call, self.blocks)
 
 
 def _too_small(budget_mb: float, least: int, view: RankView) -> PlanError:

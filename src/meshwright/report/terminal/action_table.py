@@ -13,6 +13,7 @@ from rich.text import Text
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.memory.kept_outputs import kept_ops
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
@@ -230,7 +231,8 @@ def _action_runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
 
     def key(numbered: tuple[int, Action]) -> tuple[object, ...]:
         number, action = numbered
-        return (action.kind, action.microbatch) if action.kind in PARAM_USE_KINDS else (number,)
+        alike = action.kind, action.microbatch, kept_ops(action)
+        return alike if action.kind in PARAM_USE_KINDS else (number,)
 
     for _, run in groupby(enumerate(actions), key=key):
         yield [action for _, action in run]
@@ -270,6 +272,9 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     text = KIND_TEXTS.get(first.kind, "")  # a strategy that is not of this library brings kinds of its own
     if text:
         yield f"{text} {blocks}" if first.kind in PARAM_USE_KINDS else text
+    if ops := kept_ops(first):
+        verb = "takes" if first.kind == "RECOMPUTE" else "keeps"
+        yield f"{verb} what {' and '.join(ops)} returned"
     yield from _transfer_texts(run)
     flops = sum(action.flops for action in run)
     holds = [hold for action in run for hold in action.allocations]

@@ -5,6 +5,7 @@ several ways to have the a bytes when its backward runs, each with seconds and w
 then (`ActivationOption`):
 
     keep          0 s      a bytes held           recompute     one forward      0 bytes held
+    selective     a part of a forward: operations whose outputs are held do not run in it
     others        as they say: encoded values (`gist`)
 
 Several block calls in a row may be a *segment* (recomputed_segments.py): their outputs but the last are not
@@ -16,7 +17,8 @@ The peak is taken while forwards run in order, then backwards. P_i are the bytes
 hold between the two: their outputs, those inside segments left out, and what their options hold.
 
     backward of i                  P_i + o_i + a_i + s_i
-    its rerun, if it is alone      P_i + o_i + a_i + o_i            the gradient of its output is there
+    its rerun, if it is alone      P_i + o_i + r_i + o_i            r_i: a_i, and what is held for the rerun
+                                                                    alone; the gradient of its output
     backward in a segment          P_a + Q_i + o_i + a_i + s_i      Q_i: o, and a if saved, of a .. i-1
     first rerun in a segment       P_a + Q_i + o_i + a_i + 2 o_b    its end b keeps o_b and a gradient
     the loss                       P_n + its own bytes
@@ -57,13 +59,15 @@ ROUNDING = 1e-12  # sums of seconds in another order are equal
 @dataclass(frozen=True)
 class ActivationOption:
     """A way to have what a block call saves when its backward runs: `seconds` beyond those of a step that
-    keeps everything, bytes held between forward and backward, and bytes during the backward.
+    keeps everything, bytes held between forward and backward, bytes during the backward, and bytes when its
+    rerun ends; 0: it does not run again.
     """
 
     name: str
     seconds: float
     held_nbytes: int
     backward_nbytes: int
+    rerun_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class _Point(NamedTuple):
 
     nbytes: int
     seconds: float
-    option: str = ""
+    option: ActivationOption | None = None
     rerun: _Rerun | None = None
     last: int = -1
     behind: "_Point | None" = None
@@ -166,11 +170,11 @@ class ActivationBudget:
         block = self._blocks[number]
         for option in _options(block):
             held = block.output_nbytes + option.held_nbytes
-            scratch = max(block.scratch_nbytes, block.output_nbytes if option.name == RECOMPUTE else 0)
-            own = block.output_nbytes + option.backward_nbytes + scratch
+            rerun = option.rerun_nbytes + block.output_nbytes if option.rerun_nbytes else 0
+            own = block.output_nbytes + max(rerun, option.backward_nbytes + block.scratch_nbytes)
             for point in ahead:
                 nbytes = _with_waiting(block, point.nbytes, held, own)
-                yield nbytes, point.seconds + option.seconds, option.name, None, number, point
+                yield nbytes, point.seconds + option.seconds, option, None, number, point
 
     def _rerun_fronts(self, last: int) -> Iterator[list[_Rerun]]:
         """Yields the front of the reruns of each segment that ends with block call `last`, of 2, 3, ... block
@@ -210,28 +214,27 @@ class ActivationBudget:
             for point in ahead:
                 for rerun in reruns:
                     nbytes = _with_waiting(end, point.nbytes, held, rerun.nbytes)
-                    yield nbytes, seconds + point.seconds + rerun.seconds, "", rerun, last, point
+                    yield nbytes, seconds + point.seconds + rerun.seconds, None, rerun, last, point
             return
         at = 0  # of the reruns, the fastest within the bytes
         for number, point in enumerate(ahead):
             nbytes = max(point.nbytes + held, reruns[0].nbytes)
             while at + 1 < len(reruns) and reruns[at + 1].nbytes <= nbytes:
                 at += 1
-            yield nbytes, seconds + point.seconds + reruns[at].seconds, "", reruns[at], last, point
+            yield nbytes, seconds + point.seconds + reruns[at].seconds, None, reruns[at], last, point
             until = ahead[number + 1].nbytes + held if number + 1 < len(ahead) else inf
             for rerun in reruns[at + 1 :]:
                 if rerun.nbytes >= until:
                     break
-                yield rerun.nbytes, seconds + point.seconds + rerun.seconds, "", rerun, last, point
+                yield rerun.nbytes, seconds + point.seconds + rerun.seconds, None, rerun, last, point
 
     def _choice(self, point: _Point) -> ActivationChoice:
         peak, seconds, number, options = point.nbytes, point.seconds, 0, dict[str, str]()
         segments = list[RecomputedSegment]()
         while point.behind is not None:
             calls = tuple(block.block_call for block in self._blocks[number : point.last + 1])
-            option = point.option or RECOMPUTE
-            options |= dict.fromkeys(calls, option)
-            if option == RECOMPUTE:
+            options |= dict.fromkeys(calls, RECOMPUTE if point.option is None else point.option.name)
+            if point.option is None or point.option.rerun_nbytes:
                 segments.append(RecomputedSegment(calls, frozenset(_saved_calls(calls, point.rerun))))
             number, point = point.last + 1, point.behind
         return ActivationChoice(peak, seconds, options, tuple(segments))
@@ -247,7 +250,7 @@ def _saved_calls(calls: Sequence[str], rerun: _Rerun | None) -> Iterator[str]:
 def _options(block: ChainBlock) -> Iterator[ActivationOption]:
     yield ActivationOption(KEEP, 0.0, block.saved_nbytes, block.saved_nbytes)
     if block.can_rerun and block.saved_nbytes:
-        yield ActivationOption(RECOMPUTE, block.forward_s, 0, block.saved_nbytes)
+        yield ActivationOption(RECOMPUTE, block.forward_s, 0, *2 * (block.saved_nbytes,))
     yield from block.options
 
 
