@@ -1,7 +1,9 @@
 """Peak live bytes of distributed experts, against what the plan expects and against its most.
 
-    families   Mixtral, gpt-oss (biases), DeepSeek-V3 (a shared expert); 8 experts, of which 2 are chosen
-    plans      ep 2 and ep 3 with ZeRO-3; ep 2 x dp_shard 2 with ZeRO-3 and recomputation
+    families   Mixtral, gpt-oss (biases), DeepSeek-V3 (a shared expert), Llama 4 (the dense form); 8 experts,
+               of which 2 are chosen
+    plans      ep 2 and ep 3 with ZeRO-3; ep 2 x dp_shard 2 with ZeRO-3 and recomputation; experts over tp 2,
+               and over ep 2 and tp 2, but of Llama 4, where this is refused
     routes     chosen alike; half as many again for the first rank; the experts of the first rank by all
 
 Live bytes are all storages of tensors that the rank's operations make, also those that only autograd holds
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.models.llama4.modeling_llama4 import Llama4Router
 
 from benchmarks.harness.peak_bytes import PeakLive
 from benchmarks.harness.result import Result
@@ -55,6 +58,7 @@ LATENT: Mapping[str, Any] = {
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
     **{"v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
+DENSE = "Llama 4"  # the family in the dense form
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": NUM_EXPERTS}),
     "gpt-oss": ("GptOss", {"intermediate_size": 96, "num_local_experts": NUM_EXPERTS, "head_dim": 16}),
@@ -62,12 +66,21 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV3",
         {**LATENT, "intermediate_size": 128, "moe_intermediate_size": 96, "n_routed_experts": NUM_EXPERTS},
     ),
+    DENSE: (
+        "Llama4",
+        {
+            **{"intermediate_size": 96, "intermediate_size_mlp": 96, "num_local_experts": NUM_EXPERTS},
+            **{"head_dim": 16, "interleave_moe_layer_step": 1, "attn_implementation": "sdpa"},
+        },
+    ),
 }
 EXPERTS = (BatchSplit("ep"), BatchSplit("dp_shard"), ZeRO())
 PLANS: Mapping[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "ep 2": (Mesh(ep=2), EXPERTS),
     "ep 3": (Mesh(ep=3), EXPERTS),
     "ep 2 x dp_shard 2, recomputed": (Mesh(dp_shard=2, ep=2), (*EXPERTS, ActivationCheckpointing())),
+    "over tp 2": (Mesh(tp=2), EXPERTS[1:]),
+    "over ep 2 and tp 2": (Mesh(ep=2, tp=2), EXPERTS),
 }
 EVEN, UNEVEN, ONE_RANK = ROUTES = ("alike", "half as many again", "one rank")
 
@@ -87,18 +100,27 @@ class Case:
         return PLANS[self.plan_name][0]
 
     @property
+    def over(self) -> tuple[str, ...]:
+        """The axes over which experts lie."""
+        return tuple(axis for axis in ("ep", "tp") if self.mesh.size(axis) > 1)
+
+    @property
+    def batch_size(self) -> int:
+        """The samples of a step: ranks along tp have the same."""
+        return SAMPLES_PER_RANK * (self.mesh.world_size // self.mesh.tp)
+
+    @property
     def analyzed(self) -> AnalyzedModel:
         """The analyzed model."""
-        return analyzed_model(self.family, self.route, self.mesh.ep)
+        return analyzed_model(self.family, self.route, self.mesh.group_size(self.over))
 
     def plan(self) -> Plan:
         """Returns the plan, with AdamW."""
         mesh, strategies = PLANS[self.plan_name]
-        train = TrainConfig(steps=3, batch=SAMPLES_PER_RANK * mesh.world_size)
+        train = TrainConfig(steps=3, batch=self.batch_size)
         job = Job(train=train, optimizer=OptimizerConfig("adamw", lr=1e-3))
-        return make_plan(
-            self.analyzed, job, mesh, (ExpertParallel(checkpoint_load=self.checkpoint_load), *strategies)
-        )
+        experts = ExpertParallel(self.over, self.checkpoint_load)
+        return make_plan(self.analyzed, job, mesh, (experts, *strategies))
 
 
 def choose(num_tokens: int, route: str, num_ranks: int) -> torch.Tensor:
@@ -123,17 +145,29 @@ def _route(
     return tuple(map(routed, args)), {name: routed(given) for name, given in kwargs.items()}
 
 
+def _route_scores(
+    route: str, num_ranks: int, module: nn.Module, args: object, given: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scores that are not zero for the experts of `choose`, and the logits."""
+    scores, logits = given
+    index = choose(len(logits), route, num_ranks).to(logits.device)
+    return torch.zeros_like(scores).scatter(1, index, logits.gather(1, index).sigmoid()), logits
+
+
 def model(family: str, route: str, num_ranks: int) -> nn.Module:
     """Returns the model, whose experts are chosen by the position of a token alone."""
     name, sizes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**SIZES, **sizes)
-    return with_route(getattr(transformers, f"{name}ForCausalLM")(config), route, num_ranks)
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    config = kind.config_class(**SIZES, **sizes)
+    return with_route(kind(config), route, num_ranks)
 
 
 def with_route(module: nn.Module, route: str, num_ranks: int) -> nn.Module:
     """Makes the experts of `module` those of `choose`, and returns it."""
     for path, part in module.named_modules():
-        if path.endswith(".experts"):
+        if isinstance(part, Llama4Router):
+            part.register_forward_hook(partial(_route_scores, route, num_ranks))
+        elif path.endswith(".experts"):
             part.register_forward_pre_hook(partial(_route, route, num_ranks), with_kwargs=True)
     return module
 
@@ -153,7 +187,7 @@ def batch(num_samples: int) -> dict[str, torch.Tensor]:
 
 def measure_rank(world: World, case: Case) -> int:
     """Returns the peak live bytes of one rank in the third step of `case`."""
-    tokens = batch(SAMPLES_PER_RANK * case.mesh.world_size)
+    tokens = batch(case.batch_size)
     with parallelize(case.analyzed, case.plan(), world=world) as trainer:
         module = trainer.executor.state.trained_module.module
         with PeakLive([*module.parameters(), *module.buffers()]) as live:
@@ -200,7 +234,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (mesh, _) in PLANS.items():
         with ProcessPool(mesh.world_size, shared_memory=False) as pool:
-            for family in FAMILIES:
+            for family in (each for each in FAMILIES if each != DENSE or mesh.tp == 1):
                 for route in ROUTES:
                     rows += measure(pool, Case(family, name, route))
                     print(rows[-mesh.world_size], file=sys.stderr)

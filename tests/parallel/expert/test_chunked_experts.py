@@ -24,7 +24,11 @@ def sums_of_pairs(
     choice = (torch.arange(2 * ROWS) % 3).nonzero().squeeze(1)
     row = choice // 2
     places = PairPlaces(row, choice, choice % NUM_EXPERTS)
-    own, others = places.split(2)  # of the same rows: they may have pairs in both
+    half = len(row) // 2
+    own, others = (
+        places.part(0, half),
+        places.part(half, len(row)),
+    )  # of the same rows: they may have pairs in both
 
     def results(own: PairPlaces, others: PairPlaces) -> torch.Tensor:
         taken = (
@@ -76,6 +80,19 @@ def test_slices_of_experts_with_biases_are_the_same_in_the_second_run():
     strategies = (mw.ExpertParallel(checkpoint_load=1), *strategies[1:])
     analyzed = mw.analyze(lambda: with_route(gpt_oss(), ONE_RANK, 2), batch_of(4))
     plan = mw.make_plan(analyzed, sgd_job(), mesh, strategies, 3)
+    verdict = mw.verify(analyzed, plan, [batch_of(12), batch_of(12, 1)])
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "over"),
+    [({"tp": 3}, ("tp",)), ({"ep": 2, "tp": 2}, ("ep", "tp"))],
+    ids=["tp", "ep and tp"],
+)
+def test_chunks_of_ranks_with_the_same_tokens_equal_one_device(mesh: dict[str, int], over: tuple[str, ...]):
+    strategies = (mw.ExpertParallel(over, 1), *expert_strategies(over=over)[1:], mw.MemoryBudget())
+    analyzed = mw.analyze(lambda: with_route(gpt_oss(), ONE_RANK, 5), batch_of(4))
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(**mesh), strategies, 3)
     verdict = mw.verify(analyzed, plan, [batch_of(12), batch_of(12, 1)])
     assert verdict.passed, str(verdict)
 

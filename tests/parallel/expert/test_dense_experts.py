@@ -8,7 +8,9 @@ import transformers
 from torch import nn
 
 import meshwright as mw
+from benchmarks.experts.expert_memory import ONE_RANK, with_route
 from meshwright.comm.collectives.group import World
+from meshwright.parallel.expert import dense_experts
 from meshwright.parallel.expert.dense_experts import pad_by_expert
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.expert.mixture_model import SIZES, TOKENS, batch_of, expert_strategies, sgd_job
@@ -47,6 +49,25 @@ def test_they_equal_one_device(mesh: mw.Mesh, strategies: tuple[mw.Strategy, ...
     plan = mw.make_plan(analyzed_llama4(), sgd_job(clip=0.5), mesh, strategies, micro_batch)
     verdict = mw.verify(analyzed_llama4(), plan, BATCHES)
     assert verdict.passed, str(verdict)
+
+
+def test_all_tokens_at_one_expert_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
+    analyzed = mw.analyze(lambda: with_route(llama4(), ONE_RANK, 3), batch_of(4))
+    strategies = (mw.ExpertParallel(checkpoint_load=1), *expert_strategies()[1:])
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(ep=3), strategies, 2)
+    computed, pad = set[int](), dense_experts.pad_by_expert
+
+    def record(rows: torch.Tensor, expert: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
+        padded, place = pad(rows, expert, num_experts)
+        computed.add(len(padded))
+        return padded, place
+
+    monkeypatch.setattr(dense_experts, "pad_by_expert", record)
+    verdict = mw.verify(analyzed, plan, BATCHES)
+    assert verdict.passed, str(verdict)
+    expected = 3 * 2 * TOKENS * TOP_K * 2 / NUM_EXPERTS  # of the first two ranks, with two experts each
+    assert max(computed) <= -(-expected // 1)
+    assert len(computed) > 1
 
 
 def test_only_rows_of_chosen_experts_travel():

@@ -10,6 +10,9 @@ all tokens choose the experts of one rank, that rank has more, up to n T min(k, 
 
     saved <= rows + chunk x activations of a pair         instead of all pairs x activations of a pair
 
+In the dense form (dense_experts.py) pairs count with the rows of zeros that pad them: of c pairs of one
+expert the rank computes c e rows, so a chunk has 1/e as many pairs.
+
 The results are the same up to rounding: the gradients of weights are sums over chunks.
 Cost: such pairs are computed once more, and a second gradient of the experts lives while it is added.
 Paper: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
@@ -18,6 +21,7 @@ Paper: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import ceil, inf
 from sys import maxsize
 from typing import Any
@@ -41,10 +45,10 @@ class PairPlaces:
     choice: torch.Tensor
     expert: torch.Tensor
 
-    def split(self, number: int) -> Iterator["PairPlaces"]:
-        """Yields `number` parts of about the same size."""
-        parts = (each.tensor_split(number) for each in (self.row, self.choice, self.expert))
-        yield from map(PairPlaces, *parts)
+    def part(self, begin: int, end: int) -> "PairPlaces":
+        """Returns the pairs from `begin` to before `end`, as far as there are any."""
+        chosen = slice(max(0, begin), max(0, end))
+        return PairPlaces(self.row[chosen], self.choice[chosen], self.expert[chosen])
 
 
 Results = Callable[[PairPlaces, PairPlaces], torch.Tensor]  # [pairs, D] of pairs of own rows, and of others
@@ -70,9 +74,11 @@ def expected_pairs(call: ExpertsCall, num_tokens: int, num_ranks: int, num_local
     return num_ranks * num_tokens * call.top_k * num_local_experts / call.num_experts
 
 
-def chunk_size(expected: float, checkpoint_load: float) -> int:
-    """Returns how many pairs a rank computes at once, if it expects so many; all with an infinite load."""
-    return maxsize if checkpoint_load == inf else max(1, ceil(expected * checkpoint_load))
+def chunk_size(expected: float, checkpoint_load: float, most_per_pair: int = 1) -> int:
+    """Returns how many rows a rank computes at once, if it expects so many, `most_per_pair` at most for a
+    pair; all with an infinite load.
+    """
+    return maxsize if checkpoint_load == inf else max(most_per_pair, ceil(expected * checkpoint_load))
 
 
 def add_in_chunks(
@@ -82,7 +88,7 @@ def add_in_chunks(
     num_rows: tuple[int, int],
     num_pairs: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sums for `num_rows` own rows, and for others, of the `results` for their pairs, about
+    """Returns the sums for `num_rows` own rows, and for others, of the `results` for their pairs, at most
     `num_pairs` at a time.
 
     There is a pair at least. All are computed once more in backward, with the parameters that `module` has
@@ -90,14 +96,22 @@ def add_in_chunks(
     """
     again = partial(_with_parameters, module, dict(module._parameters), results)
     run = partial(checkpoint, again, use_reentrant=False, preserve_rng_state=False)
-    num_chunks = -(-sum(len(each.row) for each in places) // num_pairs)
-    chunks = zip(*(each.split(num_chunks) for each in places), strict=True)
+    chunks = _chunks(*places, num_pairs)
     own, others = next(chunks)
     found = run(own, others)
     sums = add_pairs(found, own.row, others.row, num_rows)
     for own, others in chunks:
         sums = _AddMorePairs.apply(*sums, run(own, others), own.row, others.row)
     return sums
+
+
+def _chunks(own: PairPlaces, others: PairPlaces, num_pairs: int) -> Iterator[tuple[PairPlaces, PairPlaces]]:
+    """Yields chunks of own pairs and then of others, all of about the same size."""
+    num_own, total = len(own.row), len(own.row) + len(others.row)
+    num_chunks = -(-total // num_pairs)
+    begins = [number * total // num_chunks for number in range(num_chunks + 1)]
+    for begin, end in pairwise(begins):
+        yield own.part(begin, end), others.part(begin - num_own, end - num_own)
 
 
 class _AddMorePairs(torch.autograd.Function):

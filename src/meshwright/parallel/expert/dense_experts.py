@@ -8,7 +8,7 @@
 
 A row of zeros makes zeros and has no gradient (`model/trial/experts_calls.py`), so none is missing.
 Cost: rows that are zeros are neither sent nor, unless they pad, computed. If all tokens choose one expert,
-its rank computes as many rows for each of its experts.
+its rank computes as many rows for each of its experts, in chunks (chunked_experts.py).
 """
 
 from collections.abc import Callable
@@ -32,11 +32,10 @@ class DenseExperts:
         """Returns what `forward` returns with all experts for `rows` [experts x tokens, features]."""
         num_tokens = len(rows) // self._call.num_experts
         if isinstance(rows, FakeTensor):
-            chosen = torch.arange(num_tokens * self._call.top_k, device=rows.device)
+            chosen = rows.new_zeros(num_tokens * self._call.top_k, dtype=torch.int64)
         else:
             (chosen,) = rows.detach().any(dim=1).nonzero(as_tuple=True)
         index = chosen.div(num_tokens, rounding_mode="floor").unsqueeze(1)
-        weights = rows.new_ones(len(chosen), 1)
         num_local = self._dispatch.num_local_experts
 
         def compute(sent: torch.Tensor, expert: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -44,8 +43,9 @@ class DenseExperts:
             padded, place = pad_by_expert(sent, expert.flatten(), num_local)
             return forward(padded).index_select(0, place)
 
-        results = self._dispatch.run(compute, rows.index_select(0, chosen), index, weights)
-        return results.new_zeros(rows.shape).index_copy(0, chosen, results)
+        num_expected = num_tokens * self._call.top_k
+        results = self._dispatch.run_rows(compute, num_expected, rows.index_select(0, chosen), index)
+        return results.new_zeros(rows.shape).index_copy_(0, chosen, results)
 
 
 def pad_by_expert(
@@ -63,4 +63,4 @@ def pad_by_expert(
         first = (counts.cumsum(0) - counts).index_select(0, expert.index_select(0, order))
         place = torch.empty_like(order).index_copy_(0, order, in_order - first)
         place = place + expert * most
-    return rows.new_zeros(num_experts * most, rows.shape[1]).index_copy(0, place, rows), place
+    return rows.new_zeros(num_experts * most, rows.shape[1]).index_copy_(0, place, rows), place

@@ -38,6 +38,7 @@ from meshwright.plan.sharding.expert_load import expert_ranges
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.strategy_interface import Runtime
 
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of pairs: rows, expert, weight
 COUNT_DTYPE, NUM_COUNTS = "int64", 2  # of what a rank tells each other rank: rows, and their pairs
 
 
@@ -140,8 +141,8 @@ class _Unfinished(NamedTuple):
 class ExpertDispatch:
     """Runs the `number`-th call of experts in its block call, with those of this rank.
 
-    Rows travel along `axes`, which may be none: then nothing is computed in chunks. `microbatches` are those
-    of the planned actions, by name.
+    Rows travel along `axes`, which may be none: then all ranks have all tokens. `microbatches` are those of
+    the planned actions, by name.
     """
 
     def __init__(
@@ -188,20 +189,30 @@ class ExpertDispatch:
             named = {
                 key: next(given) if isinstance(each, torch.Tensor) else each for key, each in kwargs.items()
             }
-            with _with_num_experts(self._module, self.num_local_experts):
-                return forward(*positional, **named)
+            return forward(*positional, **named)
 
-        if self._group.size == 1:  # all ranks have all tokens
-            return self._add_own_pairs(compute, hidden, index, weights).to(hidden.dtype)
+        return self._start(compute, len(index), hidden, index, weights)
+
+    def run_rows(
+        self, compute: Compute, num_expected: int, rows: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the results of `rows` [rows, features], each of one expert of `index` [rows, 1], by the
+        experts' `compute`; `num_expected` rows are expected of each rank.
+        """
+        result = self._start(compute, num_expected, rows, index, rows.new_ones(len(rows), 1))
+        self.finish()
+        return result
+
+    def _start(
+        self,
+        compute: Compute,
+        num_expected: int,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
         away, route, (num_own, num_arriving) = self._find_route(index)
-        self._record_counts(route)
-        rows, row_weights, row_index = send_rows(
-            route,
-            self._action_name,
-            hidden.index_select(0, away).to(self._dtype),
-            weights.index_select(0, away).to(self._weights_dtype),
-            index.index_select(0, away).to(getattr(torch, index_dtype(self._weights_dtype))),
-        )
+        rows, row_weights, row_index = self._send(away, route, hidden, weights, index)
         own, others = self._pairs_here(index, num_own), self._pairs_here(row_index, num_arriving)
 
         def results(own: PairPlaces, others: PairPlaces) -> torch.Tensor:
@@ -214,14 +225,18 @@ class ExpertDispatch:
                 ),
             )
 
-        num_rows, num_pairs = (len(hidden), len(rows)), num_own + num_arriving
-        expected = expected_pairs(self._call, len(index), self._group.size, self.num_local_experts)
-        max_pairs = chunk_size(expected, self._places.checkpoint_load)
+        num_rows, num_pairs = (len(hidden), len(rows)), self._num_computed(own, others)
+        expected = expected_pairs(self._call, num_expected, self._group.size, self.num_local_experts)
+        most_per_pair = self.num_local_experts if self._call.form == "dense" else 1
+        max_pairs = chunk_size(expected, self._places.checkpoint_load, most_per_pair)
         self._record_pairs(num_pairs, int(expected), max_pairs, sum(num_rows))
         if num_pairs > max_pairs:
-            total, sums = add_in_chunks(results, self._module, (own, others), num_rows, max_pairs)
+            chunk = max_pairs // most_per_pair
+            total, sums = add_in_chunks(results, self._module, (own, others), num_rows, chunk)
         else:
             total, sums = add_pairs(results(own, others), own.row, others.row, num_rows)
+        if route is None:  # all ranks have all tokens
+            return total.to(hidden.dtype)
         returning = RowsInFlight(route.adjoint, self._action_name, sums.to(self._dtype))
         result = total if total.dtype == hidden.dtype else torch.empty_like(total, dtype=hidden.dtype)
         self._unfinished = _Unfinished(result, total, away, returning)
@@ -236,26 +251,16 @@ class ExpertDispatch:
                 result.copy_(total)
         self._unfinished = None
 
-    def _add_own_pairs(
-        self,
-        compute: Callable[..., torch.Tensor],
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """Returns for each token the sum of its experts here, weighted."""
-        if isinstance(index, FakeTensor):
-            number = index.numel() * self.num_local_experts // self._call.num_experts
-        else:
-            number = int(((index >= self._first) & (index < self._end)).sum())
-        own = self._pairs_here(index, number)
-        outputs = self._compute(
-            compute,
-            hidden.index_select(0, own.row),
-            own.expert.to(index.dtype),
-            weights.flatten().index_select(0, own.choice),
-        )
-        return outputs.new_zeros(hidden.shape).index_add_(0, own.row, outputs)
+    def _send(
+        self, away: torch.Tensor, route: Route | None, *given: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns what ranks send of their tokens, weights and indices: none where all ranks have all."""
+        if route is None:
+            return tuple(each.detach()[:0] for each in given)
+        self._record_counts(route)
+        dtypes = self._dtype, self._weights_dtype, getattr(torch, index_dtype(self._weights_dtype))
+        sent = (each.index_select(0, away).to(dtype) for each, dtype in zip(given, dtypes, strict=True))
+        return send_rows(route, self._action_name, *sent)
 
     def _action_name(self) -> str:
         return self._state.current_action
@@ -276,11 +281,24 @@ class ExpertDispatch:
             record(names.saved_pairs, 0 if is_chunked else num_pairs)
             record(names.saved_rows, num_rows if is_chunked else 0)
 
-    @torch.no_grad()
-    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
-        """Returns the tokens that are sent to other ranks, in the order of ranks; their route; and how many
-        pairs of own tokens with experts here there are, and of rows that arrive.
+    def _num_computed(self, own: PairPlaces, others: PairPlaces) -> int:
+        """Returns the rows that experts compute for these pairs: in the dense form, each as many as the one
+        with the most.
         """
+        num_pairs = len(own.row) + len(others.row)
+        if self._call.form == "choice" or isinstance(own.expert, FakeTensor) or not num_pairs:
+            return num_pairs
+        expert = torch.cat([own.expert, others.expert])
+        return self.num_local_experts * int(expert.bincount().max())
+
+    @torch.no_grad()
+    def _find_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route | None, tuple[int, int]]:
+        """Returns the tokens that are sent to other ranks, in the order of ranks; their route, None where all
+        ranks have all tokens; and how many pairs of own tokens with experts here there are, and of rows that
+        arrive.
+        """
+        if self._group.size == 1:
+            return index.new_empty(0), None, (self._count_here(index), 0)
         if isinstance(index, FakeTensor):
             return self._expected_route(index)
         if self._firsts is None:
@@ -302,6 +320,11 @@ class ExpertDispatch:
         away = reached[:size].flatten().nonzero_static(size=sum(route.input_splits)).squeeze(1)
         num_arriving = sum(pairs for _, pairs in arriving) - arriving[here][1]
         return away % len(index), route, (sent[here][1], num_arriving)
+
+    def _count_here(self, index: torch.Tensor) -> int:
+        if isinstance(index, FakeTensor):
+            return index.numel() * self.num_local_experts // self._call.num_experts
+        return int(((index >= self._first) & (index < self._end)).sum())
 
     def _expected_route(self, index: torch.Tensor) -> tuple[torch.Tensor, Route, tuple[int, int]]:
         """Returns the route of tokens without values: as if all experts were chosen alike."""
@@ -328,7 +351,7 @@ class ExpertDispatch:
 
     def _compute(
         self,
-        compute: Callable[..., torch.Tensor],
+        compute: Compute,
         hidden: torch.Tensor,
         expert: torch.Tensor,
         weights: torch.Tensor,
@@ -336,7 +359,8 @@ class ExpertDispatch:
         """Returns the weighted results of pairs: their rows [pairs, features], experts here, and weights."""
         weights = weights.unsqueeze(1)
         if len(hidden):
-            outputs = compute(hidden, expert.unsqueeze(1), weights)
+            with _with_num_experts(self._module, self.num_local_experts):
+                outputs = compute(hidden, expert.unsqueeze(1), weights)
         else:  # no expert here is chosen: ranks still meet in backward, so the graph must lead there
             parameter = next(self._module.parameters())
             outputs = hidden * weights + 0 * parameter.flatten()[:1].to(hidden.dtype)

@@ -9,18 +9,20 @@
 
 A row that arrives lies in the message and in each of its pairs. Pairs that are computed in chunks
 (chunked_experts.py) save nothing but the rows. Sums that return are saved.
-Limits: experts of the dense form (Llama 4) compute all pairs at once. Where the trial could not measure
-experts (in float64, which is for comparisons), a plan counts what one device saves.
+In the dense form (Llama 4) an expert computes as many rows as the one with the most: at most all pairs for
+each. Where ranks along tp have the same tokens no row travels, and n is 1.
+Limits: where the trial could not measure experts (in float64, which is for comparisons), a plan counts what
+one device saves.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, inf
+from math import ceil
 
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.parallel.expert.chunked_experts import chunk_size, expected_pairs, pair_counts
-from meshwright.parallel.expert.dispatch import count_names
+from meshwright.parallel.expert.dispatch import ExpertPlaces, count_names
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.model_spec.op_sizes_and_memory import AroundExperts, ExpertsMemory, LinearInSamples
@@ -49,13 +51,13 @@ WHOLE = Fraction(1)
 class RoutedCall:
     """The `number`-th call of experts in its block call on a rank with `num_local` of the experts.
 
-    It has `tokens`, as each of `num_ranks` ranks has. `sent` and `received` are each the rows that are
-    expected, and the most.
+    It has `tokens`, as each rank of `places` has. `sent` and `received` are each the rows that are expected,
+    and the most.
     """
 
     call: ExpertsCall
     number: int
-    num_ranks: int
+    places: ExpertPlaces
     num_local: int
     tokens: int
     sent: tuple[int, int]
@@ -64,26 +66,30 @@ class RoutedCall:
     @property
     def expected_pairs(self) -> float:
         """The pairs that are expected if all experts are chosen alike."""
-        return expected_pairs(self.call.routed, self.tokens, self.num_ranks, self.num_local)
+        return expected_pairs(self.call.routed, self.tokens, self.places.num_ranks, self.num_local)
+
+    @property
+    def most_per_pair(self) -> int:
+        """The most rows that experts compute for a pair: in the dense form, one for each expert here."""
+        return self.num_local if self.call.form == "dense" else 1
 
     @property
     def max_pairs(self) -> int:
         """The most pairs: all tokens choose as many experts of the rank as they can."""
-        rows = max(self.tokens, self.received[1] // max(1, self.num_ranks - 1)) + self.received[1]
+        rows = max(self.tokens, self.received[1] // max(1, self.places.num_ranks - 1)) + self.received[1]
         return max(int(self.expected_pairs), rows * min(self.call.routed.top_k, self.num_local))
 
 
 @dataclass(frozen=True)
 class _Load:
-    """The load of one call on a rank: its tokens, the rows that it sends and receives, and pairs; the experts
-    compute on `padded` rows for each pair.
+    """The load of one call on a rank: its tokens, the rows that it sends and receives, and pairs, in the
+    dense form with the rows that pad them.
     """
 
     tokens: int
     sent: int
     received: int
     pairs: int
-    padded: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class _CallMemory:
     """The memory of the `number`-th call of its block call on a rank, which computes `chunk` pairs at once.
 
     The rank has `weight_fraction` of the parameters of the experts, and their gradients take `grad_nbytes`. A
-    row travels with `sent_nbytes`.
+    row travels with `sent_nbytes`. With `is_summed` other ranks have the same tokens, and what each computes
+    is summed.
     """
 
     call: ExpertsCall
@@ -101,6 +108,7 @@ class _CallMemory:
     weight_fraction: Fraction
     grad_nbytes: int
     sent_nbytes: int
+    is_summed: bool
 
     @property
     def row_nbytes(self) -> int:
@@ -122,8 +130,8 @@ class _CallMemory:
         return load.tokens + load.received if load.pairs > self.chunk else 0
 
     def saved_pairs(self, load: _Load) -> int:
-        """Returns how many times a pair is saved, at most: none if it is computed once more."""
-        return min(load.pairs, self.chunk) * load.padded
+        """Returns how many pairs are saved, at most: none if they are computed once more."""
+        return min(load.pairs, self.chunk)
 
     def saved_nbytes(self, load: _Load) -> int:
         """Returns the bytes that are allocated for what is saved under `load`."""
@@ -136,20 +144,23 @@ class _CallMemory:
         With `with_grads` they include the gradients of parameters of the experts that exist by then.
         """
         row, sent, sums = self.memory.row_nbytes, self.row_nbytes, self.sum_nbytes
-        saved, padded, is_chunked = self.saved_nbytes(load), self.saved_pairs(load), load.pairs > self.chunk
-        pairs, rows = min(load.pairs, self.chunk), load.tokens + load.received
+        saved, pairs, is_chunked = self.saved_nbytes(load), self.saved_pairs(load), load.pairs > self.chunk
+        rows = load.tokens + load.received
         kept = 0 if is_chunked else load.received * sent  # else it is among what is saved
-        forward = self._part(self.memory.forward, padded)
-        backward = self._part(self.memory.backward_with_grads if with_grads else self.memory.backward, padded)
+        forward = self._part(self.memory.forward, pairs)
+        backward = self._part(self.memory.backward_with_grads if with_grads else self.memory.backward, pairs)
         grads = self.grad_nbytes if with_grads else 0
         yield True, load.sent * (row + sent) + load.received * sent - saved  # rows arrive
         if is_chunked:  # a chunk runs, in backward once more, and adds to the gradients of others
-            forward -= padded * self.pair_nbytes
+            forward -= pairs * self.pair_nbytes
             yield True, forward + rows * sums
             yield False, max(0, forward, backward) + rows * (sums + 2 * row) + self.grad_nbytes
         else:
             yield True, kept + forward - saved
         yield True, kept + (pairs + rows) * sums  # results are added, and return
+        if self.is_summed:  # sums of this rank, in the dtype of the tokens, and of all ranks
+            yield True, kept + load.tokens * (sums + 2 * row)
+            yield False, 2 * load.tokens * row - saved + grads  # so with their gradients
         yield (
             False,
             load.received * (self.sent_nbytes + sums) + max(load.sent, pairs) * sums,
@@ -197,7 +208,7 @@ class _BlockExperts:
             max(accumulated, self._scratch(new_grads, at_most=at_most)) for at_most in (False, True)
         )
         memory, few, many = self.calls[0]
-        more_pairs = many.pairs - (0 if many.padded > 1 else few.pairs)
+        more_pairs = many.pairs - few.pairs
         each = ceil(max(0, most - expected) / more_pairs) if more_pairs else 0
         counts = pair_counts(memory.call, memory.number, action.microbatch)
         size = RuntimeSize(counts.more_pairs, each, 0, more_pairs)
@@ -214,6 +225,8 @@ class _BlockExperts:
             rows = RuntimeSize(counts.saved_rows, memory.row_nbytes, 0, memory.saved_rows(most))
             yield Allocation(saved_pairs_name(subject, memory.number, microbatch), pairs.expected, pairs)
             yield Allocation(saved_rows_name(subject, memory.number, microbatch), rows.expected, rows)
+            if not most.sent:
+                continue
             to_experts, _ = count_names(memory.call, memory.number, microbatch)
             sums = RuntimeSize(to_experts, memory.sum_nbytes, expected.sent, most.sent)
             yield Allocation(saved_sums_name(subject, memory.number, microbatch), sums.expected, sums)
@@ -237,13 +250,6 @@ class _BlockExperts:
 
     def _part(self, quantity: LinearInSamples, fraction: Fraction) -> int:
         return quantity.signed_local_total(self.num_samples, fraction, self.fractions[2])
-
-
-def load_of_chunk(call: ExpertsCall, checkpoint_load: float) -> float:
-    """Returns the load beyond which `call` computes in chunks; in the dense form a rank cannot know it, since
-    it does not know how many rows others have.
-    """
-    return checkpoint_load if call.form == "choice" else inf
 
 
 def add_experts_memory(
@@ -300,20 +306,20 @@ def _call_memory(
         call.routed,
         routed.number,
         memory,
-        chunk_size(routed.expected_pairs, load_of_chunk(call, checkpoint_load)),
+        chunk_size(routed.expected_pairs, checkpoint_load, routed.most_per_pair),
         fraction,
         numel * DTYPE_NBYTES[job.precision.parameters],
         call.hidden_size * DTYPE_NBYTES[job.precision.compute],
+        routed.places.num_summed > 1,
     )
 
 
 def _loads(routed: RoutedCall) -> tuple[_Load, _Load]:
     """Returns the load of a call that is expected, and the largest one."""
-    padded = routed.num_local if routed.call.form == "dense" else 1
     sent, received = routed.sent, routed.received
     return (
         _Load(routed.tokens, sent[0], received[0], int(routed.expected_pairs)),
-        _Load(routed.tokens, sent[1], received[1], routed.max_pairs, padded),
+        _Load(routed.tokens, sent[1], received[1], routed.max_pairs * routed.most_per_pair),
     )
 
 

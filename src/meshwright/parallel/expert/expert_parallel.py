@@ -82,7 +82,7 @@ from meshwright.parallel.expert.dispatch import (
     tokens_per_sample,
     weights_dtype,
 )
-from meshwright.parallel.expert.expert_memory import RoutedCall, add_experts_memory, load_of_chunk
+from meshwright.parallel.expert.expert_memory import RoutedCall, add_experts_memory
 from meshwright.parallel.expert.summed_experts import SummedExperts, add_sums
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
@@ -218,6 +218,7 @@ class ExpertParallel(Strategy):
         mesh = view.plan.mesh
         if mesh.group_size(self.dispatch_axes) > 1:
             program = program.edit(lambda actions: self._add_transfers(actions, view, job))
+        if mesh.group_size(self.axes) > 1:
             program = program.edit(lambda actions: self._add_memory(actions, view, job))
         for axis in (axis for axis in self.sum_axes if mesh.size(axis) > 1):
             program = add_sums(program, view, job, axis)
@@ -275,7 +276,7 @@ class ExpertParallel(Strategy):
             first, end = places.ranges[index]
             tokens = num_samples * most_tokens_per_sample(call.routed, view)
             sizes = tokens, traffic.sent, traffic.received
-            calls.append(RoutedCall(call, number, places.num_ranks, end - first, *sizes))
+            calls.append(RoutedCall(call, number, places, end - first, *sizes))
         return add_experts_memory(actions, calls, view, job, self.checkpoint_load)
 
     def _places(self, call: ExpertsCall, view: RankView) -> ExpertPlaces:
@@ -285,7 +286,7 @@ class ExpertParallel(Strategy):
             mesh.group_size(self.dispatch_axes),
             mesh.group_size(self.sum_axes),
             mesh.index(view.coordinate, self.sum_axes),
-            load_of_chunk(call, self.checkpoint_load),
+            self.checkpoint_load,
         )
 
     def _traffic(

@@ -27,7 +27,6 @@ from meshwright.parallel.memory.activation_checkpointing import (
     with_kept_inputs,
 )
 from meshwright.parallel.memory.gist import encode_memory, freed_and_added_nbytes, local_relu_activations
-from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
@@ -74,7 +73,6 @@ SAVED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # by option: kinds
     }
 )
 MAX_TRIED = 64  # choices that are tried on a program
-EVEN_FIX = "use a mesh on which each rank has as many, or activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -158,8 +156,7 @@ def budgeted_chain(
     """Returns the chain of the rank of `view`, which executes `actions`, with what `choices` offer for the
     block calls that `may_rerun`.
 
-    `forward_ms` are the milliseconds of each block call of the model, or empty. Raises PlanError for experts
-    that lie unevenly on ranks.
+    `forward_ms` are the milliseconds of each block call of the model, or empty.
     """
     largest = largest_rank_view(view)
     sized = list(_largest_actions(actions, view, largest, job))
@@ -241,7 +238,7 @@ class _UnevenSizes:
         self._width = FLOAT_NBYTES[job.precision.compute]
 
     def nbytes(self, action: Action, allocation: Allocation) -> int:
-        """Returns the bytes of `allocation` of `action`. Raises PlanError for what experts save."""
+        """Returns the bytes of `allocation` of `action`; experts count as on one device."""
         block_call, microbatch, name = action.subject, action.microbatch or 0, allocation.name
         if action.kind == "LOSS":
             return self._loss_nbytes(name)
@@ -259,8 +256,7 @@ class _UnevenSizes:
             return memory.output_nbytes
         if name == saved_activations_name(block_call, action.microbatch):
             return memory.saved_nbytes
-        text = f"{allocation.name}: experts lie unevenly on ranks, which would choose differently"
-        raise PlanError(text, fix=EVEN_FIX, location="strategies.memory_budget")
+        return 0  # of experts: what one device saves of them, and needs, is in the sizes above
 
     def _loss_nbytes(self, name: str) -> int:
         view, last = self._largest, self._largest.model_spec.block_calls[-1]

@@ -39,10 +39,10 @@ Cost: about a second of planning for 200 block calls. Bytes sent: those of the f
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call
 runs at most three times. All microbatches choose alike. With halves of backwards (I, W) what runs again stays
 until W. Bytes are those measured in a trial; where the data decides (experts, gist) the expected ones; if
-ranks have unequal slices, without buffers of collectives inside blocks. Experts that lie unevenly on ranks
-are refused. What selective checkpointing refuses is not chosen: block calls with experts, attention over
-ranks that share tokens, all of it where the residual stream is sharded by features. A block call of a segment
-keeps no outputs. In a pipeline the outputs of a stage stay until its forward ends.
+ranks have unequal slices, without buffers of collectives inside blocks, and with experts as one device has
+them. What selective checkpointing refuses is not chosen: block calls with experts, attention over ranks that
+share tokens, all of it where the residual stream is sharded by features. A block call of a segment keeps no
+outputs. In a pipeline the outputs of a stage stay until its forward ends.
 Paper: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
 networks with limited memory", arXiv 1911.13214; Jain et al. 2020, "Checkmate: Breaking the Memory
 Wall with Optimal Tensor Rematerialization", arXiv 1910.02653.
