@@ -205,11 +205,14 @@ def _technique_names(strategy: Strategy) -> tuple[str, ...]:
     return (f"{strategy.name} {strategy.mode}".strip(),)
 
 
-def draw(seed: int, number: int) -> Draw:
-    """Returns the random plan `number` of `seed`."""
+def draw(seed: int, number: int, model_name: str = "") -> Draw:
+    """Returns the random plan `number` of `seed`; with `model_name`, of this model or what is put in place of
+    it.
+    """
     rng = Random(f"{seed}/{number}")
     while True:
-        model = rng.choice([model for model in MODELS.values() if model.is_drawn])
+        of_any = [each for each in MODELS.values() if each.is_drawn]
+        model = rng.choice([MODELS[model_name]] if model_name else of_any)
         tensor_parallel = rng.choices(
             ("", "tensor_parallel 1d", *MULTI_DIM_TENSOR_PARALLEL),
             (3, 4, *((4, 3, 4) if model.square_mesh else (0, 0, 0))),

@@ -11,6 +11,7 @@ and in sizes for square meshes.
     .., contrastive      the same with a loss of the whole batch: each text is compared with all images
     mixture              Mixtral with five experts, of the sizes of the first llama; in place of it
     mixture, biases      GLM-4-MoE with five experts and one for all tokens, and biases of the choice
+    Mixtral, .. GShard   the mixtures of benchmarks/experts/mixture_models.py, for plans with experts alone
     batch norms          a U-Net whose batch norms take the statistics of the whole batch; data parallelism
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
@@ -28,6 +29,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
+from benchmarks.experts.mixture_models import MIXTURES
 from benchmarks.pipeline.pipeline_models import Samples, UNet, clip, find_model
 from benchmarks.tensor_parallel.tensor_families import GROUPED_QUERY_SIZES, Family, model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
@@ -177,7 +179,11 @@ def _mixture(name: str, family_name: str, **experts: int) -> RandomModel:
     }
     fields["experts_implementation"] = "eager"  # grouped products take no odd sizes in bfloat16
     family = Family(name, family_name, "ForCausalLM", GROUPED_QUERY_SIZES, {**fields, **experts})
-    make = partial(model_of, family)
+    return _decoder_in_place(name, partial(model_of, family))
+
+
+def _decoder_in_place(name: str, make: Callable[[], nn.Module]) -> RandomModel:
+    """A decoder of the sizes of the first llama, put in place of it."""
     return RandomModel(name, make, partial(_text, 9, 0), (9,), 6, 6, num_heads=6, is_drawn=False)
 
 
@@ -206,6 +212,7 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
                 n_group=1,
                 topk_group=1,
             ),
+            *(_decoder_in_place(name, make) for name, make in MIXTURES.items()),
         )
     }
 )
