@@ -62,7 +62,7 @@ from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
-from meshwright.verifier.one_device.lost_steps import record_lost
+from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -162,8 +162,8 @@ def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU)
     make_module = partial(make_trained_module, analyzed, device, torch.float64)
     on_ranks = partial(run_on_threads, mesh=plan.mesh, timeout_s=limit_s, device=device)
     ranks = replace(case, make_trained_module=make_module)  # one device is the CPU
-    lost = on_ranks(lambda world: record_lost(ranks, world, drawn.num_steps))
-    reference = run_reference(case, drawn.num_steps, lost[0])
+    recorded = on_ranks(lambda world: record_run(ranks, world, drawn.num_steps))
+    reference = run_reference(case, drawn.num_steps, recorded[0])
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         ranks = replace(ranks, plan=case.plan)

@@ -60,8 +60,8 @@ from meshwright.verifier.loss_curves import (
 )
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.model_own_loss import with_model_loss
-from meshwright.verifier.one_device.lost_steps import record_lost
 from meshwright.verifier.one_device.parity_case import ParityCase
+from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
@@ -315,7 +315,8 @@ def _exact_and_lossy(request: PlanRequest) -> Iterator[ResolvedRun]:
     """Yields the run of the exact counterpart of a resolved `request`, and that of the request; the model is
     analyzed once.
     """
-    opened, mesh, given = open_valid_request(request), Mesh(**request.mesh), request.strategies or ()
+    given = tuple(each.without_files() for each in request.strategies or ())
+    opened, mesh = open_valid_request(request), Mesh(**request.mesh)
     for strategies, ranks in ((exact_counterparts(given), one_site(mesh)), (given, mesh)):
         ready = plan_request(replace(request, strategies=strategies), ranks, opened)
         raise_diagnostics(static_checks(ready.plan))
@@ -363,7 +364,7 @@ def verify_rank(
         with join_world(
             rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
         ) as world:
-            reference = run_reference(case, steps, record_lost(case, world, steps))
+            reference = run_reference(case, steps, record_run(case, world, steps))
             report = compare_rank(case, world, reference)
         path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -379,7 +380,10 @@ def _own_folder(rank_env: RankEnv, folder: Path | None) -> Path:
 
 
 def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
-    return resolve_request(replace(request, job=scale_down(request.job), extra={}), world)
+    given = request.strategies
+    strategies = None if given is None else tuple(each.without_files() for each in given)
+    small = replace(request, job=scale_down(request.job), strategies=strategies, extra={})
+    return resolve_request(small, world)
 
 
 def _case(ready: ResolvedRun) -> ParityCase:

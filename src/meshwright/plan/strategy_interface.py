@@ -160,6 +160,18 @@ EndStep = Callable[[int, "Mapping[str, torch.Tensor]"], None]  # of a step, and 
 
 
 @dataclass(frozen=True)
+class ServerRule:
+    """What one server does that takes the gradients of single workers, in an order that is given.
+
+    `apply(worker)` counts the next gradient of a worker, and returns by what its learning rate is divided;
+    `release()` returns the workers that go on now, with the parameters that the server has.
+    """
+
+    apply: Callable[[int], float]
+    release: Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True)
 class Runtime:
     """The parts of the engine that strategies may use on a running rank, made for its own plan.
 
@@ -286,6 +298,22 @@ class Strategy(ABC):
         Called before the first step, when all sites have the initial values.
         """
         return None
+
+    def on_servers(self, num_workers: int) -> ServerRule | None:
+        """Returns what this technique does on one server of `num_workers` workers, with which plans are
+        compared; None: no order in which gradients arrive affects results.
+        """
+        return None
+
+    def recorded_arrivals(self) -> Mapping[int, Sequence[int]]:
+        """Returns by server the workers whose gradients it takes, in the order of the files that this
+        technique names; nothing where no file says so.
+        """
+        return MappingProxyType({})
+
+    def without_files(self) -> "Strategy":
+        """Returns this technique without the files that runs of its plan read and write, to be compared."""
+        return self
 
     def tolerance(self, sharding: ShardingPlan) -> float:
         """Returns the relative rounding error of this technique, in units of the largest number of a block;

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from meshwright.comm.collectives.group import World
 from meshwright.testing.ranks import run_on_threads
-from meshwright.verifier.one_device.lost_steps import record_lost
 from meshwright.verifier.one_device.parity_case import ParityCase
+from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 
@@ -21,10 +21,10 @@ def compare_on_threads(
     No rank waits longer than `timeout_s` seconds for another one. `on_rank` may change what one rank plays.
     """
     mesh = parity_case.plan.mesh
-    lost = run_on_threads(
-        lambda world: record_lost(on_rank(parity_case, world), world, num_steps), mesh, timeout_s=timeout_s
+    recorded = run_on_threads(
+        lambda world: record_run(on_rank(parity_case, world), world, num_steps), mesh, timeout_s=timeout_s
     )
-    reference = run_reference(parity_case, num_steps, lost[0])
+    reference = run_reference(parity_case, num_steps, recorded[0])
     return run_on_threads(
         lambda world: compare_rank(on_rank(parity_case, world), world, reference), mesh, timeout_s=timeout_s
     )

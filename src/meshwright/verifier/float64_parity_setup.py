@@ -24,15 +24,16 @@ def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch
     """Returns `plan` as parity runs it, with the same job on one device; both compute in float64 with SGD on
     the CPU.
 
+    The files of runs that `plan` names are neither read nor written, but for the order of a record.
     `read_batch(plan, rank)` returns a function from a step to the samples of `rank`.
     """
     check_loss(plan, loss)
-    job = parity_job(plan.job)
+    job, strategies = parity_job(plan.job), tuple(each.without_files() for each in plan.strategies)
     exact = Plan.make(
         job,
         plan.mesh,
-        model_spec_for(analyzed, job, plan.mesh, plan.strategies),
-        plan.strategies,
+        model_spec_for(analyzed, job, plan.mesh, strategies),
+        strategies,
         plan.micro_batch,
         plan.run,
         alignment_optimizer=plan.job.optimizer,  # SGD, in shards aligned for the plan's own optimizer
@@ -55,7 +56,7 @@ def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch
         mine, theirs = analyzed.model_spec, other.model_spec
         if (theirs.block_calls, theirs.params) != (mine.block_calls, mine.params):
             return exact
-        return exact.with_model_spec(model_spec_for(other, job, plan.mesh, plan.strategies))
+        return exact.with_model_spec(model_spec_for(other, job, plan.mesh, strategies))
 
     return ParityCase(
         exact,
@@ -65,4 +66,5 @@ def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch
         lambda: make_stateless_rng(analyzed, exact),
         read_batch_in_float64,
         plan_for_batch,
+        {server: order for each in plan.strategies for server, order in each.recorded_arrivals().items()},
     )

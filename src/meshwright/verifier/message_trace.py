@@ -183,7 +183,9 @@ def trace_rank(
             # waits for a missing collective return at once: it is reported below
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
-            unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
+            strategies = tuple(each.without_files() for each in plan.strategies)
+            unguarded = replace(plan.job, guard=LossGuard())
+            unguarded_plan = replace(plan, job=unguarded, strategies=strategies)
             executor = StepExecutor(
                 unguarded_plan.for_rank(rank),
                 RankState(subject, world, loss, works=works),

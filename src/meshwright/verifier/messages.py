@@ -12,6 +12,7 @@ rows are those that the rank counted in that step and recorded in its ledger bef
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.comm.collectives.ledger import LedgerEntry
@@ -127,6 +128,21 @@ class PlannedMessages:
                 )
             yield from ((step, message) for message in known_messages[key])
 
+    def unplanned(self, report: "RankReport") -> tuple[int, str] | None:
+        """Returns the step and the first message in which what the rank of `report` issued differs.
+
+        A server that takes what comes first lets workers go on when it can: its messages have no order.
+        """
+        issued, planned = issued_messages(report.sent_entries), list(self.messages(report))
+        plan = self._parity_case.plan
+        if plan.program.depends_on_arrivals and plan.is_server(report.rank):
+            issued, planned = sorted(issued), sorted(planned, key=lambda each: each[1])
+        for found, stands in zip_longest(issued, planned):
+            step, stated = stands or (len(report.counts), None)
+            if found != stated:
+                return step, f"{_issued_text(found)} where the program states {_issued_text(stated)}"
+        return None
+
     def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> RankPlan:
         read_batch, lengths = (
             shapes[0][1][0],
@@ -161,6 +177,10 @@ def _runtime_sizes(action: Action) -> Iterator[RuntimeSize]:
     for each in (*messages, *action.allocations):
         if each.runtime_size is not None:
             yield each.runtime_size
+
+
+def _issued_text(message: Message | None) -> str:
+    return f"{message.action}: {message}" if message else "no collective"
 
 
 def _nbytes(message: Transfer, counts: Mapping[str, int] | None) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
-from itertools import zip_longest
 from math import inf, isnan, nan
 
 import torch
@@ -34,13 +33,7 @@ from meshwright.plan.sharding.sequence_sharding import num_positions, with_paddi
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.divergence_cause import find_cause
-from meshwright.verifier.messages import (
-    Message,
-    PlannedMessages,
-    count_problems,
-    issued_messages,
-    planned_messages,
-)
+from meshwright.verifier.messages import PlannedMessages, count_problems, planned_messages
 from meshwright.verifier.one_device.parity_case import (
     NOTHING_MISSING,
     ParityCase,
@@ -102,7 +95,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     subject = parity_case.make_trained_module()
     comparison.values("initial value", 0, on_cpu(subject.parameters), reference.initial_values)
     world.ledger.is_recording = True
-    state = RankState(subject, world, parity_case.loss)
+    state = RankState(subject, world, parity_case.loss, arrivals=reference.arrivals)
     executor = StepExecutor(
         _with_compare_action(parity_case.plan.for_rank(world.rank)),
         state,
@@ -117,7 +110,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             comparison.step = step
             batch = read_batch(step)
             comparison.samples(batch, truth)
-            if not parity_case.plan.sharding.primary_rank_axes:
+            if not parity_case.plan.sharding.primary_rank_axes and not state.plan.view.is_server:
                 report.microbatch_shapes.append(
                     microbatch_shapes(batch, parity_case.plan, subject.dummy_batch)
                 )
@@ -129,13 +122,10 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             comparison.rounded_loss(truth)
             comparison.number("loss", metrics.loss, truth.loss)
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
-            parameters = on_cpu(executor.gather_parameters())
-            comparison.values("parameter", step, parameters, truth.parameters)
+            comparison.values("parameter", step, comparison.parameters(), truth.parameters)
             comparison.biases(subject.module, truth)
             report.num_steps += 1
-        report.digests = {
-            name: _digest(parameter) for name, parameter in executor.gather_parameters().items()
-        }
+        report.digests = {name: _digest(each) for name, each in comparison.parameters().items()}
     finally:
         recorder.detach()
         executor.close()
@@ -179,7 +169,9 @@ def make_verdict(
         num_other_differences=max(0, len(found) - 1),
         not_compared=missing,
         versions=dict(versions),
-        reference=f"{plan.num_sites} devices, one for each site"
+        reference="its updates in the order in which they arrived, played in one process"
+        if plan.program.depends_on_arrivals
+        else f"{plan.num_sites} devices, one for each site"
         if plan.num_sites > 1
         else "a replay of its weight versions in one process"
         if stepped_microbatches(plan.for_rank(0).actions) or plan.sharding.tiers.delay
@@ -216,11 +208,11 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
 
 
 def _replica_of(report: RankReport, reports: Sequence[RankReport], plan: Plan) -> RankReport:
-    """Returns the first report that must have the same parameters: of any rank, or, in the middle of a round,
-    of a rank of the same site.
+    """Returns the first report that must have the same parameters: of any rank, or, in the middle of a round
+    and where workers pull when they may, of a rank of the same site.
     """
     period, last = plan.program.period, report.num_steps - 1
-    if period is None or period.ends_with(last):
+    if not plan.program.depends_on_arrivals and (period is None or period.ends_with(last)):
         return reports[0]
     site = plan.site_of(report.rank)
     return next(each for each in reports if plan.site_of(each.rank) == site)
@@ -257,17 +249,8 @@ def _uncounted_rows(report: RankReport, plan: Plan) -> Difference | None:
 
 
 def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -> Difference | None:
-    issued = issued_messages(report.sent_entries)
-    for found, stands in zip_longest(issued, expected_messages.messages(report)):
-        step, stated = stands or (len(report.counts), None)
-        if found != stated:
-            description = f"{_issued_text(found)} where the program states {_issued_text(stated)}"
-            return Difference(step, "ledger", description, "", None, report.rank)
-    return None
-
-
-def _issued_text(message: Message | None) -> str:
-    return f"{message.action}: {message}" if message else "no collective"
+    found = expected_messages.unplanned(report)
+    return None if found is None else Difference(found[0], "ledger", found[1], "", None, report.rank)
 
 
 class _RankComparison:
@@ -277,6 +260,8 @@ class _RankComparison:
         self.step = 0
         self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
         self._held = _names_held(parity_case.plan, report.rank)
+        # ranks that wait for no one have values of their own, and gather none
+        self._is_alone = parity_case.plan.program.depends_on_arrivals
 
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: ReferenceStep) -> None:
         """Compares the rank's samples with those of the reference's global batch."""
@@ -370,6 +355,22 @@ class _RankComparison:
             if known is not None and not torch.equal(module.get_buffer(bias.buffer).cpu(), known):
                 self._add_difference("parameter", bias.buffer, bias.block_call, None)
 
+    def parameters(self) -> TensorsByName:
+        """Returns the parameters that the rank has."""
+        if self.executor is None:
+            return {}
+        if self._is_alone:
+            return on_cpu(self.executor.state.trained_module.parameters)
+        return on_cpu(self.executor.gather_parameters())
+
+    def _gradients(self, executor: StepExecutor, *, local_only: bool) -> TensorsByName:
+        if not self._is_alone:
+            return on_cpu(executor.gather_gradients(local_only=local_only))
+        own = executor.state.trained_module.trainable_parameters
+        stepped = executor.state.flat_params.optimizer_params()  # by a server, which takes their gradients
+        found = {name: each.grad for name, each in (own | stepped).items() if each.grad is not None}
+        return on_cpu({name: gradient.view(own[name].shape) for name, gradient in found.items()})
+
     def gradients(self, microbatch: int | None) -> None:
         """Handles COMPARE: compares every gradient as the optimizer is about to see it, before clipping.
 
@@ -378,7 +379,7 @@ class _RankComparison:
         if self.executor is None or not self._parity_case.plan.is_primary_rank(self._report.rank):
             return
         truth = self._reference.steps[self.step]
-        found = on_cpu(self.executor.gather_gradients(local_only=microbatch is not None))
+        found = self._gradients(self.executor, local_only=microbatch is not None)
         expected = (
             {name: gradient for name, gradient in truth.gradients.items() if name in self._held}
             if microbatch is None

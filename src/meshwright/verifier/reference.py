@@ -24,6 +24,9 @@ train once beforehand and report what each step `lost`: the change of all they o
 what codes lost. The reference steps with its own gradient less that; every number of the ranks must equal it.
 Where momentum is added before codes, the reference has its own; the ranks report which of it ended. Where
 codes carry outer gradients (DiLoCo), what is lost is left out of these, when a round ends.
+
+Where servers take gradients as they arrive, the order is recorded beforehand, and one process plays it
+(one_device/arrival_replay.py).
 """
 
 from collections import defaultdict
@@ -33,21 +36,20 @@ from dataclasses import replace
 import torch
 
 from meshwright.engine.optim.lr_schedule import lr_factor
-from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.params.gathered_weights import GatheredWeights
-from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.pipeline.rounded_values import RoundedValues
 from meshwright.model.recording.expert_choices import ChoiceRecorder
-from meshwright.plan.job.job import Job
 from meshwright.plan.step.single_device_program import stepped_microbatches as alone
 from meshwright.plan.strategy_interface import SiteLoop
+from meshwright.verifier.one_device.arrival_replay import batches_of, replay_arrivals
 from meshwright.verifier.one_device.loss_and_gradients import (
     backward,
     copied_values,
     exact_loss_of,
     gradients_of,
     loss_of,
+    plain_sgd,
     set_values,
 )
 from meshwright.verifier.one_device.lost_steps import LostStep, missing_gradients
@@ -58,24 +60,25 @@ from meshwright.verifier.one_device.parity_case import (
     TensorsByName,
     largest_element,
 )
+from meshwright.verifier.one_device.recorded_run import NOTHING_RECORDED, RecordedRun
 from meshwright.verifier.one_device.weight_version_replay import WeightVersionReplay
 
 
-def run_reference(parity_case: ParityCase, num_steps: int, lost: Sequence[LostStep] = ()) -> Reference:
+def run_reference(
+    parity_case: ParityCase, num_steps: int, recorded: RecordedRun = NOTHING_RECORDED
+) -> Reference:
     """Trains `num_steps` steps on one device, or on one per site, and records all that is compared.
 
-    Replays weight versions if the plan has any. `lost` is what sums of codes leave out (`record_lost`).
+    Replays weight versions if the plan has any. `recorded` is what one device cannot know (`record_run`).
     """
-    plan = parity_case.single_device_plan
+    if recorded.arrivals:
+        return replay_arrivals(parity_case, num_steps, recorded.arrivals)
+    lost = recorded.lost
     sites = [_Site(parity_case, site) for site in range(parity_case.plan.num_sites)]
     loops = [site.loop for site in sites]
     found = (each.on_sites(parity_case.plan.job, loops) for each in parity_case.plan.strategies)
     round_ends = [each for each in found if each is not None]
-    samples = parity_case.batch_reader(plan, 0)
-    for step in range(num_steps):
-        batch = samples(step)
-        if batch is None:
-            break
+    for step, batch in enumerate(batches_of(parity_case, num_steps)):
         left_out = lost[step] if lost else None
         of_round = left_out.lost if left_out and round_ends else {}
         if left_out and round_ends:  # codes carry outer gradients, not those of a site
@@ -110,7 +113,7 @@ class _Site:
             copied_values(subject.parameters),
             block_of={weight.name: weight.block_calls[0] for weight in self._model_spec.params},
         )
-        self.optimizer = _plain_sgd(self._job, subject)
+        self.optimizer = plain_sgd(self._job, self.trainable)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         has_delay = parity_case.plan.sharding.tiers.delay
         self._update = _DelayedUpdate(self.trainable) if has_delay else _update
@@ -229,10 +232,3 @@ class _DelayedUpdate:
         _update(optimizer, updates)
         self._stepped = copied_values(self._trainable)
         set_values(self._trainable, before)
-
-
-def _plain_sgd(job: Job, subject: TrainedModule) -> torch.optim.Optimizer:
-    groups = make_param_groups(job.optimizer, subject.trainable_parameters)
-    return torch.optim.SGD(
-        groups, lr=job.optimizer.lr, momentum=job.optimizer.momentum, foreach=False, fused=False
-    )

@@ -5,8 +5,8 @@ from meshwright.comm.collectives.group import World
 from meshwright.parallel.compression.activation_compression import ActivationCompression
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.messages import issued_messages, planned_messages
-from meshwright.verifier.one_device.lost_steps import record_lost
 from meshwright.verifier.one_device.parity_case import ParityCase
+from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from tests.parallel.compression.gated_model import analyzed_gated, gated_plan, tokens
@@ -28,7 +28,7 @@ def compared_sums(world: World) -> tuple[RankReport, bool]:
 
 def compared(world: World, case: ParityCase) -> tuple[RankReport, bool]:
     """Returns what this rank found, and whether it sent what its program states."""
-    report = compare_rank(case, world, run_reference(case, STEPS, record_lost(case, world, STEPS)))
+    report = compare_rank(case, world, run_reference(case, STEPS, record_run(case, world, STEPS)))
     stated = planned_messages(case.plan.for_rank(world.rank))
     return report, issued_messages(report.sent_entries) == stated * STEPS
 

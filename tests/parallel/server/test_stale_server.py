@@ -24,7 +24,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.parallel.server.server_plans import entries_of, group_nbytes, held_by, samples_of
 from tests.parallel.server.stale_plans import delays, play_definition, records_of, stale_plan, trained
 from tests.planner.program_cost.test_rank_memory import assert_holds_planned_bytes
-from tests.tiny_model import analyzed_model, case_of, edited, executor_of, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job
 
 STEPS = 4
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
@@ -250,7 +250,6 @@ REFUSED = [
     ),
     (lambda: plan_on(mw.Mesh(outer=3), mw.Offload(step_on="host")), "rest off the device"),
     (lambda: plan_on(mw.Mesh(outer=3), mw.LocalSGD(sync_every=2)), "train apart"),
-    (lambda: verdict_of(case_of(analyzed_model(), stale_plan()), 1), r"no order of them is known before"),
 ]
 
 

@@ -262,6 +262,9 @@ class RankState:
     observed_sums: "list[ObservedSum] | None" = None  # of codes, since the verifier has looked; None: not
     # of activations, likewise; and how activations travel where codes carry them, by axis
     observed_codes: list[ObservedCodes] | None = None
+    # workers, in the order in which this server takes their gradients: those that are given, and behind them
+    # those that have come, for the verifier; None: it does not ask
+    arrivals: list[int] | None = None
     activation_codecs: dict[str, ActivationCodec] = field(default_factory=dict)
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     copies: DeviceCopies = field(init=False)

@@ -46,9 +46,10 @@ Limits: lossy. A run repeats its bits only by a replay. Workers are single ranks
 Messages from whichever rank comes first need gloo, so CPUs. Parameters, gradients and sums have one dtype.
 Refused by name: the loss guard, the noise scale and the loss scale of float16 (no step is one of all ranks),
 an evaluation before the end, what rests off the device, codes, running statistics. Tied parameters are one
-parameter of a worker. `verify` does not know the order before a run and refuses; the tests compare with the
-definition, played in one process in the recorded order. A checkpoint is what the servers have; a run that
-goes on from it begins as if all workers had pulled then. `search` does not propose it.
+parameter of a worker. `verify` runs the plan once for an order, or takes that of `replay`, plays it in one
+process, and compares every worker and server that take pushes in it, in every step. A checkpoint is what the
+servers have; a run that goes on from it begins as if all workers had pulled then. `search` does not propose
+it.
 Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
 (NeurIPS), section 3; Zhang et al. 2016, "Staleness-Aware Async-SGD for Distributed Deep Learning" (IJCAI),
 arXiv 1511.05950, equation 6 (the learning rate divided by the staleness); Li et al. 2014, "Scaling
@@ -62,7 +63,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from meshwright.parallel.server.arrival_record import ArrivalRecord, RecordHeader, read_record, record_path
+from meshwright.parallel.server.arrival_record import (
+    ArrivalRecord,
+    RecordHeader,
+    WorkerClocks,
+    read_record,
+    record_path,
+)
 from meshwright.parallel.server.parameter_server import SERVERS_FIX, dtype_diagnostics, with_servers
 from meshwright.parallel.server.stale_updates import ServerUpdates, WorkerExchanges
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -79,7 +86,7 @@ from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.unshard_windows import flat_groups
 from meshwright.plan.strategy_compatibility import joint_decision_diagnostics
-from meshwright.plan.strategy_interface import EndStep, Handler, Runtime, SiteLoop, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, ServerRule, Strategy, StrategyPhase
 
 AXIS = "outer"
 BOUND_FIX = "write how many steps a worker may be ahead of the slowest, 0 or more; or leave it out: no bound"
@@ -221,11 +228,22 @@ class StaleServer(Strategy):
         divides_lr, own = self.lr_by_staleness == "inverse", replayed.get(state.world.rank)
         return ServerUpdates(state, header, self.record, own, divides_lr=divides_lr).handlers
 
-    def on_sites(self, job: Job, sites: Sequence[SiteLoop]) -> EndStep | None:
-        """Raises PlanError: the order of updates is known only after a run."""
-        text = f"{self.name} applies updates as they arrive, and no order of them is known before a run"
-        fix = "record a run and replay it; or verify the plan with parameter_server, dedicated = true"
-        raise PlanError(text, fix=fix, location=f"strategies.{self.name}")
+    def on_servers(self, num_workers: int) -> ServerRule:
+        clocks = WorkerClocks(num_workers, self.bound)
+
+        def apply(worker: int) -> float:
+            staleness = clocks.num_applied - clocks.apply(worker).version
+            return float(max(1, staleness)) if self.lr_by_staleness == "inverse" else 1.0
+
+        return ServerRule(apply, clocks.release)
+
+    def recorded_arrivals(self) -> Mapping[int, Sequence[int]]:
+        paths = sorted(Path(self.replay).glob("arrivals-*.txt")) if self.replay else ()
+        records = [read_record(path) for path in paths]
+        return {each.header.server: [update.worker for update in each.updates] for each in records}
+
+    def without_files(self) -> "StaleServer":
+        return replace(self, record="", replay="")
 
 
 def _with_pushes(actions: Sequence[Action], view: RankView, job: Job) -> list[Action]:

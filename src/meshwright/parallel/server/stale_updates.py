@@ -118,11 +118,11 @@ class ServerUpdates:
         group, gradient = self._group(action), self._gradient(action)
         if action.subject != self._subjects[0]:
             group.recv(gradient, source=self._worker, action=action.name).wait()
-        elif self._replayed is None:
-            self._worker = group.recv_any(gradient, action=action.name)
+        elif (known := self._known_worker()) is not None:
+            self._worker = known
+            group.recv(gradient, source=known, action=action.name).wait()
         else:
-            self._worker = self._next_worker(self._replayed)
-            group.recv(gradient, source=self._worker, action=action.name).wait()
+            self._worker = group.recv_any(gradient, action=action.name)
         self._state.issue(action, CompletedWork())
 
     def step(self, action: Action) -> None:
@@ -130,6 +130,9 @@ class ServerUpdates:
         update = self._clocks.apply(self._worker)
         staleness = len(self._updates) - update.version
         self._updates.append(update)
+        arrivals = self._state.arrivals
+        if arrivals is not None and len(arrivals) < len(self._updates):
+            arrivals.append(self._worker)
         groups = [group for optimizer in self._state.optimizers for group in optimizer.param_groups]
         rates = [group["lr"] for group in groups]
         for group in groups if self._divides_lr else ():
@@ -166,6 +169,15 @@ class ServerUpdates:
             found = sorted(staleness_of(self._updates).items())
             text = ", ".join(f"{staleness}: {count}" for staleness, count in found)
             logger.info("updates by their staleness: %s", text)
+
+    def _known_worker(self) -> int | None:
+        """Returns the worker that comes next in the record, or in what the verifier has given; None: it is
+        the one that comes first.
+        """
+        if self._replayed is not None:
+            return self._next_worker(self._replayed)
+        given, number = self._state.arrivals or (), len(self._updates)
+        return given[number] if number < len(given) else None
 
     def _next_worker(self, record: ArrivalRecord) -> int:
         number = len(self._updates)

@@ -347,6 +347,11 @@ class Program:
         return max((each.carried_from for each in transfers), default=0)
 
     @property
+    def depends_on_arrivals(self) -> bool:
+        """Whether ranks take messages in the order in which they come, which no program states."""
+        return any(each.by_arrival for action in self._actions for each in action.transfers)
+
+    @property
     def period(self) -> Period | None:
         """The longest rounds of the program, behind which all sites agree; None without rounds.
 

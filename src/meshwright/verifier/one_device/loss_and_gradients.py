@@ -1,4 +1,6 @@
-"""The loss and the gradients of a batch on one device, by the model's own forward and one backward."""
+"""The loss and the gradients of a batch on one device, by the model's own forward and one backward; and the
+optimizer that steps it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -6,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
@@ -14,6 +17,7 @@ from meshwright.model.pipeline.rounded_values import RoundedValues
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
+from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.verifier.one_device.parity_case import ParityCase, TensorsByName
 
@@ -89,6 +93,14 @@ def exact_loss_of(
     other = parity_case.make_trained_module()
     other.module.load_state_dict(subject.module.state_dict())
     return loss_of(parity_case, other, parity_case.make_rng(), batch, step, rows).item()
+
+
+def plain_sgd(job: Job, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns the optimizer of `job`, as parity has it, for `parameters` by name."""
+    groups = make_param_groups(job.optimizer, parameters)
+    return torch.optim.SGD(
+        groups, lr=job.optimizer.lr, momentum=job.optimizer.momentum, foreach=False, fused=False
+    )
 
 
 class _BlockCallHooks:

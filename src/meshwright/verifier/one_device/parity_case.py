@@ -34,7 +34,8 @@ class ParityCase:
 
     `batch_reader(plan, rank)` returns a function from step to that rank's samples; `single_device_plan` is
     the same job on one device. `plan_for_batch(batch)` is `plan` for samples like those of a batch, which may
-    have another length.
+    have another length. `recorded_arrivals` is by server the order in which it takes gradients, as far as
+    the plan names a record.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class ParityCase:
     make_rng: Callable[[], StatelessRNG | None]
     batch_reader: Callable[[Plan, int], Callable[[int], Batch | None]]
     plan_for_batch: Callable[[Batch], Plan]
+    recorded_arrivals: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,15 @@ class ReferenceStep:
 class Reference:
     """The results of one device; `block_of` names the first block that uses each parameter.
 
-    `sites` are those of each site that trains apart, the first one included.
+    `sites` are those of each site that trains apart, the first one included; and of servers that take
+    gradients as they arrive, which take them in the order `arrivals`, of workers.
     """
 
     initial_values: TensorsByName
     steps: list[ReferenceStep] = field(default_factory=list)
     block_of: dict[str, str] = field(default_factory=dict)
     sites: "tuple[Reference, ...]" = ()
+    arrivals: list[int] | None = None
 
     def of_site(self, index: int) -> "Reference":
         """Returns the results of the site at `index`."""
