@@ -10,10 +10,11 @@ from meshwright.engine.step.observed_sums import largest_sum_error
 from meshwright.parallel.compression import residuals
 from meshwright.parallel.compression.codecs.block_codes import BlockCodec
 from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.topk import TopKCompression
 from meshwright.parallel.compression.residuals import CodedOperand
 from meshwright.verifier.one_device import lost_steps
 from tests.parallel.compression.coded_plans import ANALYZED, coded_plan
-from tests.tiny_model import case_of, verdict_of
+from tests.tiny_model import case_of, first_of, verdict_of
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 keep, add = CodedOperand.keep_residual, CodedOperand.add_owed
@@ -93,6 +94,23 @@ def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pyt
     FAULTS[fault](monkeypatch)
     verdict = verdict_of(case_of(ANALYZED, coded_plan(Int8Compression(), arrangement)), steps=3)
     assert not verdict.passed, fault
+
+
+def test_a_small_fault_is_found_in_a_block_of_which_codes_send_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Its gradients are compared at the scale of what codes leave out, 0.04 in the embedding, and not looser."""
+    clear = CodedOperand.clear_padding
+
+    def add_to_embedding(operand: CodedOperand) -> None:  # behind the comparison of sums with their definition
+        clear(operand)
+        part = next(each for each in operand.coded_sum.parts if each.name == "embed.weight")
+        sent = operand.output[part.offset : part.offset + part.numel]
+        assert not sent.any()
+        sent += 1e-10
+
+    monkeypatch.setattr(CodedOperand, "clear_padding", add_to_embedding)
+    verdict = verdict_of(case_of(ANALYZED, coded_plan(TopKCompression(density=0.01))), steps=1)
+    assert first_of(verdict) == (0, "gradient", "embed.weight", "embed")
+    assert 1e-9 < (verdict.first_difference.error or 0) < 1e-8
 
 
 def test_random_numbers_that_a_step_does_not_determine_are_found(monkeypatch: pytest.MonkeyPatch):
