@@ -55,7 +55,7 @@ def _family(architecture: str, fields: Mapping[str, Any]) -> nn.Module:
 def _llama(routing: Routing) -> nn.Module:
     model = model_of(named("llama"), num_hidden_layers=4)
     num_experts = 6 if isinstance(routing, SigmoidGroups) else 5
-    for layer in model.model.layers:
+    for layer in model.get_submodule("model.layers").children():
         layer.mlp = MixtureOfExperts(
             ODD["hidden"], 12, num_experts, routing, ExpertMLP(bias=True), shared_intermediate=7
         )

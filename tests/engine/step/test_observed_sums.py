@@ -97,7 +97,7 @@ def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pyt
 
 
 def test_a_small_fault_is_found_in_a_block_of_which_codes_send_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Its gradients are compared at the scale of what codes leave out, 0.04 in the embedding, and not looser."""
+    """Its gradients are compared at the scale of what codes leave out, 0.04 in the embedding; not looser."""
     clear = CodedOperand.clear_padding
 
     def add_to_embedding(
