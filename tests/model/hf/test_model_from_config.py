@@ -111,13 +111,14 @@ def test_code_from_a_repository_is_never_run(tmp_path: Path):
     assert type(config_factory(written(tmp_path, config), {})()).__module__.startswith("transformers.")
 
 
-def test_more_chosen_experts_than_there_are_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("number", [0, 4])
+def test_more_chosen_experts_than_there_are_or_none_are_refused(tmp_path: Path, number: int):
     path = written(tmp_path, {"model_type": "mixtral", "num_local_experts": 3})
     with pytest.raises(
-        PlanError, match=r"chooses num_experts_per_tok = 4 of num_local_experts = 3"
+        PlanError, match=rf"chooses num_experts_per_tok = {number} of num_local_experts = 3"
     ) as caught:
-        config_factory(path, {"num_experts_per_tok": 4})
-    assert caught.value.diagnostics[0].fix.startswith("set num_experts_per_tok to 3 or less")
+        config_factory(path, {"num_experts_per_tok": number})
+    assert caught.value.diagnostics[0].fix.startswith("set num_experts_per_tok from 1 to 3")
     config_factory(path, {"num_experts_per_tok": 3})
 
 

@@ -181,14 +181,14 @@ def _build_config(source: str, raw: dict[str, Any], auto_map: object, overrides:
 
 
 def _check_choices(config: Any) -> None:
-    """Raises PlanError if a token chooses more experts than there are: the forward would fail."""
+    """Raises PlanError if a token chooses more experts than there are, or none of them."""
     whole = config.to_dict()
     for fields in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         for name, field in product(CHOSEN_FIELDS, EXPERTS_FIELDS):
             k, number = fields.get(name), fields.get(field)
-            if isinstance(k, int) and isinstance(number, int) and k > number > 0:
+            if isinstance(k, int) and isinstance(number, int) and number > 0 and not 0 < k <= number:
                 text = f"each token chooses {name} = {k} of {field} = {number} experts"
-                fix = f"set {name} to {number} or less, in the config or in model.overrides; or more experts"
+                fix = f"set {name} from 1 to {number}, in the config or in model.overrides; or more experts"
                 raise PlanError(text, fix=fix, location=CONFIG_KEY)
 
 
