@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -102,12 +103,12 @@ class Experts(nn.Module):
         # undefined results of rows without an expert go to a row behind the tokens, and from there nowhere
         token = order.div(k, rounding_mode="floor")
         token = token.masked_fill(expert_of_row == self.num_experts, num_tokens)
-        rows = F.pad(hidden, (0, 0, 0, 1)).index_select(0, token)
+        rows = _TakeRows.apply(hidden, token)
         rows = self.mlp.activate(self._product(self._up_name, rows, expert_of_row, ends))
         rows = self._product("down_proj", rows, expert_of_row, ends)
         weights = top_k_weights.masked_fill(no_expert, 0).flatten().index_select(0, order)
         rows = rows * weights.to(rows.dtype).unsqueeze(-1)
-        return rows.new_zeros(num_tokens + 1, hidden.shape[1]).index_add(0, token, rows)[:num_tokens]
+        return rows.new_zeros(num_tokens + 1, hidden.shape[1]).index_add_(0, token, rows)[:num_tokens]
 
     def _product(
         self, name: str, rows: torch.Tensor, expert_of_row: torch.Tensor, ends: torch.Tensor
@@ -120,6 +121,25 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         """Returns the options, as `print(model)` shows them."""
         return f"num_experts={self.num_experts}, mlp={self.mlp}"
+
+
+class _TakeRows(torch.autograd.Function):
+    """Returns the rows `token` of `hidden` [T, D]; for T any row, whose gradient goes nowhere.
+
+    To pad `hidden` would copy it, and its gradient once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(token)
+        ctx.num_tokens = len(hidden)
+        return hidden.index_select(0, token.clamp(max=len(hidden) - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (token,), (grad,) = ctx.saved_tensors, grads
+        total = grad.new_zeros(ctx.num_tokens + 1, grad.shape[1]).index_add_(0, token, grad)
+        return total[: ctx.num_tokens], None
 
 
 class SharedExpert(nn.Module):
