@@ -53,7 +53,7 @@ def _family(architecture: str, fields: Mapping[str, Any]) -> nn.Module:
 
 
 def _llama(routing: Routing) -> nn.Module:
-    model = model_of(named("llama"), num_hidden_layers=4)
+    model: Any = model_of(named("llama"), num_hidden_layers=4)
     num_experts = 6 if isinstance(routing, SigmoidGroups) else 5
     for layer in model.get_submodule("model.layers").children():
         layer.mlp = MixtureOfExperts(
