@@ -116,7 +116,7 @@ class Plan:
         micro_batch = micro_batch or job.train.batch // sharding.num_data
         sharding = replace(sharding, align_numel=_align_numel(align_bytes, job, model_spec))
         file_digests = tuple((*_own_digest(each), *each.file_digests()) for each in ordered)
-        return Plan(
+        plan = Plan(
             job,
             run,
             mesh,
@@ -127,6 +127,8 @@ class Plan:
             file_digests,
             align_bytes,
         )
+        raise_diagnostics([each for strategy in ordered for each in strategy.check_files(plan)])
+        return plan
 
     def for_rank(self, rank: int) -> "RankPlan":
         """Returns the plan of `rank`, with its own parameters, slices and action list.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports t
     from torch import nn
 
     from meshwright.engine.runtime.rank_state import RankState
+    from meshwright.plan.plan import Plan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
@@ -227,6 +228,10 @@ class Strategy(ABC):
         """Yields what this technique misses, or does not support, in the sharding that all strategies
         together produce.
         """
+        return iter(())
+
+    def check_files(self, plan: "Plan") -> Iterator[Diagnostic]:
+        """Yields what is wrong with the files that this technique reads, under the whole `plan`."""
         return iter(())
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:

@@ -11,7 +11,14 @@ import torch
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.server.arrival_record import WorkerClocks, most_staleness
+from meshwright.parallel.server.arrival_record import (
+    RecordHeader,
+    RecordWriter,
+    WorkerClocks,
+    most_staleness,
+    read_record,
+    record_path,
+)
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
@@ -245,7 +252,7 @@ REFUSED = [
         r"sums in bfloat16: what is pushed is stepped as it is",
     ),
     (
-        lambda: stale_plan(job={"evaluate": replace(tiny_job().evaluate, every=2)}),
+        lambda: stale_plan(job={"evaluate": replace(tiny_job().evaluate, every=2, hold_out=4)}),
         r"evaluation every 2 steps(?s:.*)evaluate.every = 0",
     ),
     (lambda: plan_on(mw.Mesh(outer=3), mw.Offload(step_on="host")), "rest off the device"),
@@ -267,17 +274,72 @@ def test_what_cannot_work_is_refused_with_the_repair(make, text: str):
         make()
 
 
-def test_a_record_of_another_plan_or_too_short_or_missing_is_refused(tmp_path: Path):
-    trained(stale_plan(2, bound=1, job=JOB, record=str(tmp_path)), 2)
-    fewer = {**JOB, "train": replace(JOB["train"], steps=2)}
-    with pytest.raises(mw.PlanError, match=r"ends after step 2 of 4(?s:.*)train.steps to 2 or fewer"):
-        stale_plan(2, bound=1, job=JOB, replay=str(tmp_path))
+def test_a_record_of_another_plan_or_run_too_short_or_missing_is_refused_before_ranks_start(tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    trained(stale_plan(2, bound=1, job=JOB, record=str(one)), 2)
+    with pytest.raises(mw.PlanError, match=r"ends after step 2 of 4(?s:.*)the record of a whole run"):
+        stale_plan(2, bound=1, job=JOB, replay=str(one))
     with pytest.raises(mw.PlanError, match=r"of 2 workers with bound 1, the plan of 2 with bound None"):
-        stale_plan(2, job=fewer, replay=str(tmp_path))
+        stale_plan(2, job=JOB, replay=str(one))
     with pytest.raises(mw.PlanError, match=r"arrivals-3.txt cannot be read"):
-        stale_plan(3, bound=1, job=fewer, replay=str(tmp_path))
-    with pytest.raises(mw.PlanError, match=r"arrivals-2.txt is of another plan"):
-        trained(stale_plan(2, bound=1, job=fewer, replay=str(tmp_path)), 1)
+        stale_plan(3, bound=1, job=JOB, replay=str(one))
+    other = {**JOB, "optimizer": replace(MOMENTUM, lr=0.2)}
+    with pytest.raises(mw.PlanError, match=r"arrivals-2.txt is of another plan, \w{16}, than \w{16}"):
+        stale_plan(2, bound=1, job=other, replay=str(one))
+    plan = stale_plan(2, 2, job=JOB, record=str(two))
+    header = RecordHeader(read_record(trained_record(plan, two, 2)).header.plan, 2, 2, None)
+    for server, order in ((2, (0, 0, 0, 0, 1, 1, 1, 1)), (3, (1, 1, 1, 1, 0, 0, 0, 0))):
+        clocks = WorkerClocks(2, None)
+        writer = RecordWriter(record_path(str(two), server), replace(header, server=server))
+        updates = [(clocks.apply(worker), clocks.release())[0] for worker in order]
+        for first in range(0, 8, 2):
+            writer.append(updates[first : first + 2])
+    with pytest.raises(mw.PlanError, match="are not of one run: each waits for the other"):
+        stale_plan(2, 2, job=JOB, replay=str(two))
+
+
+def trained_record(plan: Plan, folder: Path, server: int) -> Path:
+    trained(plan, STEPS)
+    return record_path(str(folder), server)
+
+
+def go_on(plan: Plan, first: int, folder: Path) -> dict[str, torch.Tensor]:
+    """What the server of `plan` has at the end of a run from step `first`, whose checkpoint is in `folder`;
+    from 0, after two steps, which it saves.
+    """
+
+    def body(world: World) -> dict[str, torch.Tensor]:
+        executor = executor_of(analyzed_model(), plan, world)
+        if first:
+            executor.load_state_dict(load_tensors(folder / f"step-{first:08d}")[0], first)
+        for step in range(first, STEPS if first else 2):
+            executor.step(samples_of(plan, world.rank, step) or None)
+        if not first:
+            save_tensors(folder, 2, executor.state_dict(), {}, world.group(AXES), keep=9)
+        return {name: each.clone() for name, each in executor.gather_parameters().items()}
+
+    return run_on_threads(body, plan.mesh)[plan.sharding.server_indices[0]]
+
+
+def test_a_record_is_followed_from_a_checkpoint_in_its_middle_where_workers_go_on_together(tmp_path: Path):
+    options = {"bound": 0, "job": {**JOB, "optimizer": ADAMW}}
+    expected, _ = trained(stale_plan(3, record=str(tmp_path / "run"), **options), STEPS, delays(0))
+    again = stale_plan(3, replay=str(tmp_path / "run"), **options)
+    go_on(again, 0, tmp_path)
+    found = go_on(again, 2, tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_record_is_not_followed_from_a_checkpoint_in_its_middle_where_workers_do_not(tmp_path: Path):
+    plan = stale_plan(2, bound=1, job=JOB, record=str(tmp_path / "run"))
+    trained(plan, STEPS)
+    again = stale_plan(2, bound=1, job=JOB, replay=str(tmp_path / "run"))
+    go_on(stale_plan(2, bound=1, job=JOB), 0, tmp_path)
+    match = (
+        r"begins with step 3, and the record with step 1: under bound 1(?s:.*)from where the record begins"
+    )
+    with pytest.raises(mw.PlanError, match=match):
+        go_on(again, 2, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["PUSH", "PULL"])

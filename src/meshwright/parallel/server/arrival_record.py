@@ -14,7 +14,7 @@ staleness of an update are the updates that were applied between.
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -113,6 +113,24 @@ class ArrivalRecord:
 def staleness_of(updates: Iterable[Update]) -> Counter[int]:
     """Returns how many of `updates`, all from the first one on, had which staleness."""
     return Counter(number - update.version for number, update in enumerate(updates))
+
+
+def are_of_one_run(records: Sequence[ArrivalRecord]) -> bool:
+    """Returns whether the servers of `records` can have taken their updates in one run: a worker pushes its
+    next gradient when all servers have let it go on.
+    """
+    left = [deque(record.updates) for record in records]
+    clocks = [WorkerClocks(record.header.workers, record.header.bound) for record in records]
+    pulls = [Counter[int]() for _ in records]
+    while any(left):
+        nexts = ((index, updates[0]) for index, updates in enumerate(left) if updates)
+        ready = (index for index, (worker, step, _) in nexts if all(each[worker] >= step for each in pulls))
+        server = next(ready, None)
+        if server is None:
+            return False
+        clocks[server].apply(left[server].popleft().worker)
+        pulls[server].update(clocks[server].release())
+    return True
 
 
 class RecordWriter:

@@ -32,8 +32,9 @@ learning rate is that of the step of the server.
 
 What order of arrival decides is recorded: with `record`, each server writes into that folder which worker
 made each update, in which of its steps, of which version (arrival_record.py). With `replay`, servers take
-pushes in the order of such files, whatever the timings are, and the run ends with the same bits. A record of
-another plan, that is too short, or that was edited, is refused.
+pushes in the order of such files, whatever the timings are, and the run ends with the same bits. Before a
+process starts, a record is refused that is of another plan, too short or edited, or of another run than those
+of the other servers.
 
     S        bytes of the trained parameters, and of their gradients
                                  leaves a rank         arrives
@@ -48,8 +49,9 @@ Refused by name: the loss guard, the noise scale and the loss scale of float16 (
 an evaluation before the end, what rests off the device, codes, running statistics. Tied parameters are one
 parameter of a worker. `verify` runs the plan once for an order, or takes that of `replay`, plays it in one
 process, and compares every worker and server that take pushes in it, in every step. A checkpoint is what the
-servers have; a run that goes on from it begins as if all workers had pulled then. `search` does not propose
-it.
+servers have; a run that goes on from it begins as if all workers had pulled then. That is so where they go on
+together (bound = 0, one worker): a record may then be replayed from a checkpoint in its middle. Elsewhere
+that is refused, and a run that goes on writes a record of its own. `search` does not propose it.
 Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
 (NeurIPS), section 3; Zhang et al. 2016, "Staleness-Aware Async-SGD for Distributed Deep Learning" (IJCAI),
 arXiv 1511.05950, equation 6 (the learning rate divided by the staleness); Li et al. 2014, "Scaling
@@ -67,6 +69,7 @@ from meshwright.parallel.server.arrival_record import (
     ArrivalRecord,
     RecordHeader,
     WorkerClocks,
+    are_of_one_run,
     read_record,
     record_path,
 )
@@ -127,37 +130,36 @@ class StaleServer(Strategy):
             text += f"{sizes['reduce']}: what is pushed is stepped as it is"
             yield Diagnostic(text, "leave precision.gradients and precision.reduce out", "precision.reduce")
         yield from dtype_diagnostics(sharding)
-        if self.replay and mesh.size(AXIS) > self.servers:
-            yield from self._check_replay(job, mesh.size(AXIS))
 
     def _check_job(self, job: Job) -> Iterator[Diagnostic]:
         yield from joint_decision_diagnostics(job, "and workers know nothing of one another's steps")
-        if 0 < job.evaluate.every < job.train.steps:
+        if job.evaluate.is_enabled and 0 < job.evaluate.every < job.train.steps:
             text = f"an evaluation every {job.evaluate.every} steps, when workers have other parameters"
             yield Diagnostic(text, "set evaluate.every = 0: at the end alone", "evaluate.every")
 
-    def _check_replay(self, job: Job, num_ranks: int) -> Iterator[Diagnostic]:
-        for record in self._records(range(num_ranks - self.servers, num_ranks)):
-            if isinstance(record, PlanError):
-                yield from record.diagnostics
-                continue
-            header, workers = record.header, num_ranks - self.servers
-            where = f"strategies.{self.name}.replay"
-            if (header.workers, header.bound) != (workers, self.bound):
-                text = f"the record is of {header.workers} workers with bound {header.bound}, the plan of "
-                text += f"{workers} with bound {self.bound}"
-                yield Diagnostic(text, "replay it under the plan that was recorded", where)
-            elif (end := header.first_step + record.num_steps) < job.train.steps:
-                text = f"the record ends after step {end} of {job.train.steps}"
-                fix = f"set train.steps to {end} or fewer, or replay a longer record"
-                yield Diagnostic(text, fix, where)
-
-    def _records(self, servers: Sequence[int]) -> "Iterator[ArrivalRecord | PlanError]":
-        for server in servers:
+    def check_files(self, plan: Plan) -> Iterator[Diagnostic]:
+        records, where = list[ArrivalRecord](), f"strategies.{self.name}.replay"
+        for server in plan.sharding.server_indices if self.replay else ():
+            path = record_path(self.replay, server)
             try:
-                yield read_record(record_path(self.replay, server))
+                record = read_record(path)
             except PlanError as error:
-                yield error
+                yield from error.diagnostics
+                continue
+            problem = _record_problem(record.header, self._header(plan, server))
+            if not problem and (end := record.header.first_step + record.num_steps) < plan.job.train.steps:
+                problem = f"ends after step {end} of {plan.job.train.steps}"
+            if problem:
+                text = f"{path} {problem}"
+                yield Diagnostic(text, "replay the record of a whole run, under the plan of that run", where)
+            else:
+                records.append(record)
+        if len(records) == plan.sharding.num_servers and not are_of_one_run(records):
+            text = f"the files of servers in {self.replay} are not of one run: each waits for the other"
+            yield Diagnostic(text, "replay the files that one run wrote together", where)
+
+    def _header(self, plan: Plan, server: int) -> RecordHeader:
+        return RecordHeader(_digest(plan), server, plan.sharding.num_workers, self.bound)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, model_spec = f"strategies.{self.name}", sharding.model_spec
@@ -213,20 +215,12 @@ class StaleServer(Strategy):
         if state.world.device.type != "cpu":
             text = f"rank {state.world.rank} is on {state.world.device}, and servers take whoever comes first"
             raise PlanError(text, fix='run on CPUs: run.device = "cpu"', location=f"strategies.{self.name}")
-        header = RecordHeader(_digest(state.plan), 0, state.plan.sharding.num_workers, self.bound)
-        replayed = dict[int, ArrivalRecord]()
-        for index in state.plan.sharding.server_indices if self.replay else ():
-            replayed[index] = read_record(record_path(self.replay, index))
-            found = replace(replayed[index].header, first_step=0)
-            if found != replace(header, server=index):
-                text = f"{record_path(self.replay, index)} is of another plan than {header.plan}"
-                fix = "replay it under the plan that was recorded"
-                raise PlanError(text, fix=fix, location=f"strategies.{self.name}.replay")
         if not state.plan.view.is_server:
             return WorkerExchanges(runtime).handlers
-        header = replace(header, server=state.world.rank)
-        divides_lr, own = self.lr_by_staleness == "inverse", replayed.get(state.world.rank)
-        return ServerUpdates(state, header, self.record, own, divides_lr=divides_lr).handlers
+        server, divides_lr = state.world.rank, self.lr_by_staleness == "inverse"
+        record = read_record(record_path(self.replay, server)) if self.replay else None
+        header = self._header(state.plan, server)
+        return ServerUpdates(state, header, self.record, record, divides_lr=divides_lr).handlers
 
     def on_servers(self, num_workers: int) -> ServerRule:
         clocks = WorkerClocks(num_workers, self.bound)
@@ -244,6 +238,16 @@ class StaleServer(Strategy):
 
     def without_files(self) -> "StaleServer":
         return replace(self, record="", replay="")
+
+
+def _record_problem(found: RecordHeader, needed: RecordHeader) -> str:
+    """Returns how a record with the header `found` is not one of the run that `needed` describes, or ""."""
+    if (found.workers, found.bound) != (needed.workers, needed.bound):
+        text = f"is of {found.workers} workers with bound {found.bound}, the plan of {needed.workers}"
+        return f"{text} with bound {needed.bound}"
+    if found.server != needed.server:
+        return f"is of the server {found.server}"
+    return "" if found.plan == needed.plan else f"is of another plan, {found.plan}, than {needed.plan}"
 
 
 def _with_pushes(actions: Sequence[Action], view: RankView, job: Job) -> list[Action]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # no strategy imports the engine
     from meshwright.comm.collectives.group import Group
     from meshwright.engine.runtime.rank_state import RankState
 
+REPLAY = "strategies.stale_server.replay"
 logger = logging.getLogger(__name__)
 
 
@@ -107,7 +108,7 @@ class ServerUpdates:
         takes = (action for action in state.plan.actions if action.kind == "TAKE")
         self._subjects = list(dict.fromkeys(action.subject for action in takes))
         self._clocks = WorkerClocks(header.workers, header.bound)
-        self._updates, self._num_given = list[Update](), 0
+        self._updates, self._num_given, self._num_skipped = list[Update](), 0, 0
         self._writer: RecordWriter | None = None
         self._worker = 0  # whose push is taken
         self.handlers: dict[str, Handler] = {"TAKE": self.take, "STEP": self.step, "GIVE": self.give}
@@ -180,14 +181,29 @@ class ServerUpdates:
         return given[number] if number < len(given) else None
 
     def _next_worker(self, record: ArrivalRecord) -> int:
-        number = len(self._updates)
-        step = record.header.first_step + number // self._header.workers
-        if number >= len(record.updates) or step != self._state.step.number:
+        if not self._updates:
+            self._num_skipped = self._num_updates_before(record.header)
+        number = self._num_skipped + len(self._updates)
+        if number >= len(record.updates):
             text = f"update {number} of step {self._state.step.number + 1} is not in the record, which has "
             text += f"{len(record.updates)} from step {record.header.first_step + 1} on"
-            fix = "replay from the step at which the record begins, and no more steps than it has"
-            raise PlanError(text, fix=fix, location="strategies.stale_server.replay")
+            raise PlanError(text, fix="replay no more steps than it has", location=REPLAY)
         return record.updates[number].worker
+
+    def _num_updates_before(self, recorded: RecordHeader) -> int:
+        """Returns how many updates of a record come before the step with which this run begins: none, unless
+        all workers had then pulled what a checkpoint has.
+        """
+        step, workers = self._state.step.number, self._header.workers
+        go_on_together = recorded.bound == 0 or workers == 1
+        if step < recorded.first_step or (step > recorded.first_step and not go_on_together):
+            text = f"the run begins with step {step + 1}, and the record with step {recorded.first_step + 1}"
+            if step > recorded.first_step:
+                text += f": under bound {recorded.bound}, workers have several versions of parameters in "
+                text += "between, and a checkpoint has the last one"
+            fix = "replay from where the record begins, or record the run that goes on from this checkpoint"
+            raise PlanError(text, fix=fix, location=REPLAY)
+        return (step - recorded.first_step) * workers
 
     def _gradient(self, action: Action) -> torch.Tensor:
         flat_params = self._state.flat_params
