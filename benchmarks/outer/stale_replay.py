@@ -51,7 +51,7 @@ CLAIM = (
     "the same bits; no update is more stale than (2 s + 1)(n - 1)"
 )
 SEED, NUM_RUNS, NUM_STEPS, NUM_VERIFIED = 30, 50, 6, 3
-SLEEP_S, SLOW_S = 0.02, 0.06
+SLEEP_S, SLOW_S, LIMIT_S = 0.02, 0.06, 600.0
 OPTIMIZERS = {
     "sgd": OptimizerConfig("sgd", lr=0.05, momentum=0.5, weight_decay=0.1),
     "adamw": OptimizerConfig("adamw", lr=0.01, weight_decay=0.1),
@@ -138,7 +138,7 @@ def train(run: Run, plan: Plan, timing: int) -> list[str]:
                     digest.update(b"".join(_tensors(states)))
         return digest.hexdigest()
 
-    return run_on_threads(train_rank, plan.mesh)
+    return run_on_threads(train_rank, plan.mesh, timeout_s=LIMIT_S)
 
 
 def _tensors(tensors: Mapping[str, object]) -> Iterator[bytes]:
