@@ -26,6 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import torch
 
@@ -68,7 +69,7 @@ class Run:
     servers: int
     bound: int | None
     optimizer: str
-    lr_by_staleness: str
+    lr_by_staleness: Literal["none", "inverse"]
     num_microbatches: int
     clip: float
     slow: bool
