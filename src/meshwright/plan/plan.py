@@ -127,7 +127,7 @@ class Plan:
             file_digests,
             align_bytes,
         )
-        raise_diagnostics([each for strategy in ordered for each in strategy.check_files(plan)])
+        raise_diagnostics([d for each in ordered for d in each.check_files(job, sharding, plan.as_dict)])
         return plan
 
     def for_rank(self, rank: int) -> "RankPlan":

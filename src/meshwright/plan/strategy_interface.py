@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports t
     from torch import nn
 
     from meshwright.engine.runtime.rank_state import RankState
-    from meshwright.plan.plan import Plan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
@@ -230,8 +229,12 @@ class Strategy(ABC):
         """
         return iter(())
 
-    def check_files(self, plan: "Plan") -> Iterator[Diagnostic]:
-        """Yields what is wrong with the files that this technique reads, under the whole `plan`."""
+    def check_files(
+        self, job: Job, sharding: ShardingPlan, as_dict: Callable[[], dict[str, Any]]
+    ) -> Iterator[Diagnostic]:
+        """Yields what is wrong with the files that this technique reads, under the whole plan; `as_dict`
+        returns all of it that affects results.
+        """
         return iter(())
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:

@@ -59,11 +59,11 @@ Distributed Machine Learning with the Parameter Server" (OSDI).
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from meshwright.parallel.server.arrival_record import (
     ArrivalRecord,
@@ -79,7 +79,6 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -137,29 +136,30 @@ class StaleServer(Strategy):
             text = f"an evaluation every {job.evaluate.every} steps, when workers have other parameters"
             yield Diagnostic(text, "set evaluate.every = 0: at the end alone", "evaluate.every")
 
-    def check_files(self, plan: Plan) -> Iterator[Diagnostic]:
+    def check_files(
+        self, job: Job, sharding: ShardingPlan, as_dict: Callable[[], dict[str, Any]]
+    ) -> Iterator[Diagnostic]:
         records, where = list[ArrivalRecord](), f"strategies.{self.name}.replay"
-        for server in plan.sharding.server_indices if self.replay else ():
+        digest = _digest(as_dict()) if self.replay else ""
+        for server in sharding.server_indices if self.replay else ():
             path = record_path(self.replay, server)
             try:
                 record = read_record(path)
             except PlanError as error:
                 yield from error.diagnostics
                 continue
-            problem = _record_problem(record.header, self._header(plan, server))
-            if not problem and (end := record.header.first_step + record.num_steps) < plan.job.train.steps:
-                problem = f"ends after step {end} of {plan.job.train.steps}"
+            needed = RecordHeader(digest, server, sharding.num_workers, self.bound)
+            problem = _record_problem(record.header, needed)
+            if not problem and (end := record.header.first_step + record.num_steps) < job.train.steps:
+                problem = f"ends after step {end} of {job.train.steps}"
             if problem:
                 text = f"{path} {problem}"
                 yield Diagnostic(text, "replay the record of a whole run, under the plan of that run", where)
             else:
                 records.append(record)
-        if len(records) == plan.sharding.num_servers and not are_of_one_run(records):
+        if len(records) == sharding.num_servers and not are_of_one_run(records):
             text = f"the files of servers in {self.replay} are not of one run: each waits for the other"
             yield Diagnostic(text, "replay the files that one run wrote together", where)
-
-    def _header(self, plan: Plan, server: int) -> RecordHeader:
-        return RecordHeader(_digest(plan), server, plan.sharding.num_workers, self.bound)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, model_spec = f"strategies.{self.name}", sharding.model_spec
@@ -219,7 +219,8 @@ class StaleServer(Strategy):
             return WorkerExchanges(runtime).handlers
         server, divides_lr = state.world.rank, self.lr_by_staleness == "inverse"
         record = read_record(record_path(self.replay, server)) if self.replay else None
-        header = self._header(state.plan, server)
+        digest, num_workers = _digest(state.plan.as_dict()), state.plan.sharding.num_workers
+        header = RecordHeader(digest, server, num_workers, self.bound)
         return ServerUpdates(state, header, self.record, record, divides_lr=divides_lr).handlers
 
     def on_servers(self, num_workers: int) -> ServerRule:
@@ -347,9 +348,8 @@ def _server_actions(
             gives.clear()
 
 
-def _digest(plan: Plan) -> str:
-    """Returns the digest of all that affects the results of `plan` but where its records lie."""
-    table = plan.as_dict()
+def _digest(table: dict[str, Any]) -> str:
+    """Returns the digest of a plan, all that affects its results, but where its records lie."""
     for each in table["strategies"]:
         for key in ("record", "replay", "arrivals") if each["name"] == StaleServer.name else ():
             each.pop(key, None)
