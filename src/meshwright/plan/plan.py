@@ -127,8 +127,12 @@ class Plan:
             file_digests,
             align_bytes,
         )
-        raise_diagnostics([d for each in ordered for d in each.check_files(job, sharding, plan.as_dict)])
+        plan._check_files()
         return plan
+
+    def _check_files(self) -> None:
+        found = (each.check_files(self.job, self.sharding, self.as_dict) for each in self.strategies)
+        raise_diagnostics([diagnostic for each in found for diagnostic in each])
 
     def for_rank(self, rank: int) -> "RankPlan":
         """Returns the plan of `rank`, with its own parameters, slices and action list.
