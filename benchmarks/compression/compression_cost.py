@@ -101,6 +101,7 @@ class PowerSGD:
             kept=self._residual,
             before=self._states,
             after=self._states,
+            in_residuals=self._codec.codes_in_residuals,
         )
         operand.add_owed()
         for sends, receives in self._codec.sum_rounds(operand):

@@ -97,12 +97,12 @@ def test_a_planted_fault_is_found(fault: str, arrangement: str, monkeypatch: pyt
 
 
 def test_a_small_fault_is_found_in_a_block_of_which_codes_send_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Its gradients are compared at the scale of what codes leave out, 0.04 in the embedding; not looser."""
+    """Its gradients are compared at the scale of what codes leave out (0.04), and not looser."""
     clear = CodedOperand.clear_padding
 
     def add_to_embedding(
         operand: CodedOperand,
-    ) -> None:  # behind the comparison of sums with their definition
+    ) -> None:  # its sum has been compared
         clear(operand)
         part = next(each for each in operand.coded_sum.parts if each.name == "embed.weight")
         sent = operand.output[part.offset : part.offset + part.numel]

@@ -78,6 +78,7 @@ class GradientCompression(Strategy):
     name: ClassVar[str] = "compress"
     phase: ClassVar[StrategyPhase] = "comm"
     exact: ClassVar[bool] = False
+    codes_in_residuals: ClassVar[bool] = False  # takes each parameter by itself: `CodedOperand.in_residuals`
     axis: str = field(default="", metadata=one_of("", *GRAD_SUM_AXES, *ROUND_AXES))
     params: tuple[str, ...] = ()
     min_numel: int = field(default=0, metadata=at_least(0))
@@ -97,9 +98,9 @@ class GradientCompression(Strategy):
     def sum_rounds(self, operand: CodedOperand) -> Rounds:
         """Yields the messages of one sum, round by round, as `Group.exchange` takes them.
 
-        `operand.values` holds this rank's gradient and what it owed; the codec leaves there what it owes now,
-        calls `operand.keep_residual()`, and writes the sum into `operand.output`. Other states of the codec
-        are in `operand.before`, and go into `operand.after`.
+        `operand.values`, and its parts `operand.by_param`, hold this rank's gradient and what it owed; the
+        codec leaves there what it owes now, calls `operand.keep_residual()`, and writes the sum into
+        `operand.output`. Other states of the codec are in `operand.before`, and go into `operand.after`.
         """
 
     @abstractmethod

@@ -1,7 +1,9 @@
 """Runs sums of codes: adds to each gradient what is owed to it, and keeps what its codes lose.
 
     prepare    gradients, as the codec changes them           local clipping, momentum
-    add        values = gradients + residual * loss scale      in the operand, or in a wider copy of it
+    add        values = gradients + residual * loss scale      in the operand, or in a wider copy of it; where
+                                                               parameters are coded one by one, where the
+                                                               new residual is kept: a copy less
     exchange   the rounds of the codec: it leaves in `values` what its codes lost
     keep       residual = values / loss scale                  at once, or, where the step may be left out,
                                                                beside the old one until STEP has decided
@@ -42,6 +44,7 @@ class CodedOperand:
     it may be memory of `values`. `index` is this rank's in the group. `key` is for random numbers: another
     one for each rank, sum and step. `before` are the states that the codec keeps beside residuals, by key;
     `after` takes them as the sum leaves them, where they are kept: none of a step in which nothing counts.
+    With `in_residuals`, what is owed is added in `kept`, if there is any, and `by_param` are then its views.
     `begins` are the parameters of which this is the first sum of the step that counts. With `adds_residual`
     what codes lose is added to `kept`: what the sum before this one has lost is there already.
 
@@ -70,6 +73,7 @@ class CodedOperand:
     dropped: MutableMapping[str, torch.Tensor] = field(default_factory=dict)
     put_in: torch.Tensor | None = None
     decay: float = 0.0
+    in_residuals: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -82,9 +86,21 @@ class CodedOperand:
         return self.coded_sum.is_scattered
 
     def add_owed(self) -> None:
-        """Adds to the gradients what is owed to them."""
-        for name, residual in self.owed.items():
-            self.by_param[name].add_(residual.view(-1), alpha=self.scale)
+        """Adds to the gradients what is owed to them, or both where the new residuals are kept."""
+        if not self.in_residuals:
+            for name, residual in self.owed.items():
+                self.by_param[name].add_(residual.view(-1), alpha=self.scale)
+            return
+        sums = {name: kept.view(-1) for name, kept in self.kept.items()}
+        for name, each in sums.items():
+            torch.add(self.by_param[name], self.owed[name].view(-1), alpha=self.scale, out=each)
+        self.by_param = {**self.by_param, **sums}
+
+    def record_put_in(self) -> None:
+        """Records gradients and what is owed to them, in the places of the operand."""
+        self.put_in = self.values.clone()
+        for part in self.coded_sum.parts:
+            self.put_in[part.offset : part.offset + part.numel] = self.by_param[part.name]
 
     def place(self, name: str) -> int:
         """Returns where a parameter begins in `values`."""
@@ -101,23 +117,24 @@ class CodedOperand:
 
     def clear_padding(self) -> None:
         """Makes the sum zero where no parameter lies: there a code may say something else, as a sign does."""
-        first = self.index * len(self.output) if self.is_scattered else 0
-        offset, end = self.values.storage_offset(), 0
-        places = sorted((each.storage_offset() - offset, each.numel()) for each in self.by_param.values())
+        first, end = self.index * len(self.output) if self.is_scattered else 0, 0
+        places = sorted((part.offset, part.numel) for part in self.coded_sum.parts)
         for begin, numel in (*places, (len(self.values), 0)):
             if end < begin:
                 self.output[max(0, end - first) : max(0, begin - first)] = 0
             end = begin + numel
 
     def keep_residual(self) -> None:
-        """Keeps what `values` holds now as what is owed."""
+        """Keeps what the codes have left as what is owed."""
+        if self.is_observed:
+            self.lost = {name: each / self.scale for name, each in self.by_param.items()}
         for name, residual in self.kept.items():
             if self.adds_residual:
                 residual.view(-1).add_(self.by_param[name] / self.scale)
-            else:
+            elif not self.in_residuals:
                 torch.div(self.by_param[name], self.scale, out=residual.view(-1))
-        if self.is_observed:
-            self.lost = {name: each / self.scale for name, each in self.by_param.items()}
+            elif self.scale != 1.0:
+                residual.div_(self.scale)
 
 
 class CodedSums:
@@ -180,16 +197,15 @@ class CodedSums:
     def _rounds(self, operand: CodedOperand, action: Action, group: Group, number: int) -> Rounds:
         self._codec.prepare(operand)
         operand.add_owed()
-        values = operand.values
         if operand.is_observed:
-            operand.put_in = values = values.clone()
+            operand.record_put_in()
             self._defined.record_first(operand.before)
         yield from self._codec.sum_rounds(operand)
-        if self._state.observed_sums is not None:
+        if self._state.observed_sums is not None and operand.put_in is not None:
             sharding = self._state.plan.sharding
             observed = ObservedSum(
                 group.axes,
-                values / operand.scale,
+                operand.put_in / operand.scale,
                 operand.output / operand.scale,
                 operand.lost,
                 {
@@ -265,6 +281,7 @@ class CodedSums:
             before=before,
             after=after,
             begins=begins,
+            in_residuals=self._codec.codes_in_residuals,
         )
 
     def _counts(self, action: Action) -> bool:

@@ -67,7 +67,17 @@ def _coding(codec: GradientCompression, device: torch.device) -> Operation:
 
     def run() -> None:
         values.copy_(gradient)
-        operand = CodedOperand(coded_sum, values, by_param, values, 0, key=0, owed=owed, kept=owed)
+        operand = CodedOperand(
+            coded_sum,
+            values,
+            by_param,
+            values,
+            0,
+            key=0,
+            owed=owed,
+            kept=owed,
+            in_residuals=codec.codes_in_residuals,
+        )
         operand.add_owed()
         for sends, receives in codec.sum_rounds(operand):
             sent = dict(sends)

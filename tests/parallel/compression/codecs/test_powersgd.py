@@ -143,6 +143,42 @@ def test_a_rank_with_a_narrow_slice_uses_the_first_columns_of_its_factor():
     assert torch.equal(kept[:, 4:], before[f"{FACTOR}/m"][:, 4:])
 
 
+@pytest.mark.parametrize("scale", [1.0, 8.0, 3.0])
+@pytest.mark.parametrize("is_kept_apart", [False, True])  # as where the step may be left out
+def test_gradients_are_added_where_residuals_lie_and_no_bit_depends_on_it(scale: float, is_kept_apart: bool):
+    codec, found = PowerSGDCompression(rank=1), []
+    summed = coded_sum(torch.empty(47), a=(5, 8), b=(7,))
+    owed = {"a": torch.randn(5, 8), "b": torch.randn(7)}
+    gradients, q = torch.randn(47), torch.randn(1, 8)
+    for in_residuals in (False, True):
+        values, before = gradients.clone(), {name: each.clone() for name, each in owed.items()}
+        parts = {each.name: values[each.offset : each.offset + each.numel] for each in summed.parts}
+        kept = {name: torch.empty_like(each) for name, each in owed.items()} if is_kept_apart else before
+        states = {f"{FACTOR}/a": q.clone()}
+        operand = CodedOperand(
+            summed,
+            values,
+            parts,
+            torch.empty(47),
+            0,
+            0,
+            scale,
+            owed=before,
+            kept=kept,
+            before=states,
+            after=states,
+            in_residuals=in_residuals,
+        )
+        operand.add_owed()
+        assert torch.equal(values, gradients) == in_residuals, "the pass that is saved"
+        for sent, received in codec.sum_rounds(operand):
+            assert sent == received == [], "a rank alone"
+        assert is_kept_apart == all(torch.equal(before[name], each) for name, each in owed.items())
+        found.append((operand.output, *kept.values(), *states.values()))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert found[0][1].any()
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_rows_are_orthonormal_at_any_magnitude_and_0_if_explained(magnitude: float):
     factors = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(2)) * magnitude

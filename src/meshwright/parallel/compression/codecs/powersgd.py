@@ -30,8 +30,9 @@ A column of P that its predecessors explain to sqrt(eps) becomes 0 in U, and its
 zeros, or of a smaller rank, does no harm. Rows of Q are scaled to 1 at most, so that gradients of any
 magnitude fit.
 
-Cost: 4 rank numbers per element for three products; a residual of 4 bytes per element
-(gradient_compression.py), Q of 4 rank columns.
+Cost: 4 rank numbers per element for three products; 5 reads and 3 writes of an element, as gradients are
+added where the new residual is kept; a residual of 4 bytes per element (gradient_compression.py), Q of 4 rank
+columns.
 Limits: needs error feedback, since directions that it never sends would be lost. Ranks must compute with
 devices of one kind, and as many threads, for equal bits. What is not finite makes its matrix not finite, so
 that the loss guard sees it.
@@ -71,6 +72,7 @@ class PowerSGDCompression(GradientCompression):
     """Sums gradient matrices as two factors of `rank`; vectors exactly."""
 
     mode: ClassVar[str] = "powersgd"
+    codes_in_residuals: ClassVar[bool] = True
     rank: int = field(default=4, metadata=at_least(1))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
