@@ -62,6 +62,7 @@ from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
+from meshwright.verifier.one_device.parity_case import ParityCase
 from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
@@ -85,12 +86,7 @@ def try_plan(drawn: Draw, limit_s: float = LIMIT_S, device: torch.device = CPU) 
     compared, with the diagnostics if it was refused.
     """
     torch.set_num_threads(1)
-    row: Row = {
-        "case": str(drawn),
-        "number": drawn.number,
-        "perturbation": drawn.perturbation,
-        "techniques": list(drawn.techniques),
-    }
+    row = draw_row(drawn)
     found: SimpleQueue[Row] = SimpleQueue()
     thread = Thread(target=lambda: found.put(_outcome(drawn, limit_s, device)), name="try_plan", daemon=True)
     thread.start()
@@ -104,14 +100,28 @@ def try_plan(drawn: Draw, limit_s: float = LIMIT_S, device: torch.device = CPU) 
         return {**row, "outcome": "hangs", "message": "\n\n".join(stacks)}
 
 
+def draw_row(drawn: Draw) -> Row:
+    """Returns what the row of a plan says of the plan itself."""
+    return {
+        "case": str(drawn),
+        "number": drawn.number,
+        "perturbation": drawn.perturbation,
+        "techniques": list(drawn.techniques),
+    }
+
+
 def _outcome(drawn: Draw, limit_s: float, device: torch.device) -> Row:
     try:
         plan = plan_or_refusal(drawn)
         if not isinstance(plan, Plan):
             return plan
-        verdict = compare(drawn, plan, limit_s, device)
+        return verdict_outcome(compare(drawn, plan, limit_s, device))
     except Exception:  # stored as a row: one plan must not end the run
         return {"outcome": "crashed", "message": traceback.format_exc()}
+
+
+def verdict_outcome(verdict: Verdict) -> Row:
+    """Returns the part of a row that says how a plan compares with one device."""
     error = max(verdict.max_errors.values(), default=float("inf"))
     return (
         {"outcome": "matched", "error": error}
@@ -147,19 +157,8 @@ def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU)
     """Returns the verdict over all ranks, which compute on `device`, beside one device, the CPU; no rank
     waits longer than `limit_s` seconds for another one.
     """
-    model, analyzed = MODELS[drawn.model], analyzed_model(drawn.model)
-    batches = model.batches(drawn.num_steps, drawn.num_samples)
-    num_last = drawn.num_samples - drawn.num_missing_samples
-    batches[-1] = {key: value[:num_last] for key, value in batches[-1].items()}
-    loss = model.loss()
-    if drawn.guard:
-        batches[-1][HARM] = torch.full((num_last, 1), 1e6)
-        loss = replace(loss.wrap_total(_multiplied), targets=(*loss.targets, HARM))
-
-    case = make_parity_case(
-        analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
-    )
-    make_module = partial(make_trained_module, analyzed, device, torch.float64)
+    case = draw_case(drawn, plan)
+    make_module = partial(make_trained_module, analyzed_model(drawn.model), device, torch.float64)
     on_ranks = partial(run_on_threads, mesh=plan.mesh, timeout_s=limit_s, device=device)
     ranks = replace(case, make_trained_module=make_module)  # one device is the CPU
     recorded = on_ranks(lambda world: record_run(ranks, world, drawn.num_steps))
@@ -172,6 +171,23 @@ def compare(drawn: Draw, plan: Plan, limit_s: float, device: torch.device = CPU)
     for report in reports if drawn.guard else ():
         _drop_last_step(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})
+
+
+def draw_case(drawn: Draw, plan: Plan) -> ParityCase:
+    """Returns the comparison of `plan` with one device on random samples."""
+    model = MODELS[drawn.model]
+    batches = model.batches(drawn.num_steps, drawn.num_samples)
+    num_last = drawn.num_samples - drawn.num_missing_samples
+    batches[-1] = {key: value[:num_last] for key, value in batches[-1].items()}
+    loss = model.loss()
+    if drawn.guard:
+        batches[-1][HARM] = torch.full((num_last, 1), 1e6)
+        loss = replace(loss.wrap_total(_multiplied), targets=(*loss.targets, HARM))
+
+    def read_batch(plan: Plan, rank: int) -> Callable[[int], Batch | None]:
+        return lambda step: select_local_batch(batches[step], plan, rank)
+
+    return make_parity_case(analyzed_model(drawn.model), plan, loss, read_batch)
 
 
 def _drop_last_step(report: RankReport, planned: PlannedMessages) -> None:
