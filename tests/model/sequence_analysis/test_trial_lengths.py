@@ -108,3 +108,15 @@ def test_token_dims_have_the_lengths_of_both_forwards():
         replace(info, output_token_dims=((1,), (1,))),
     ):
         assert not found.has_tokens_as(wrong)
+
+
+def test_a_gathered_input_grows_with_samples_if_both_forwards_show_it():
+    sizes = torch.Size((3, 12, 8)), torch.Size((7, 5, 8))
+    found = BlockOnTwoLengths({"0.0": sizes}, {}, {12: 5}, (3, 7), ["0.0"])
+    assert found.is_per_sample("0.0", 3 * 12 * 8)
+    assert not found.is_per_sample("0.1", 3 * 12 * 8)
+    assert not found.is_per_sample("0.0", 12 * 8)
+    assert not replace(found, in_parameter_dtype=()).is_per_sample("0.0", 3 * 12 * 8)
+    for other in ((7, 3, 8), (3, 5, 8), (7, 5, 9), (7, 40)):
+        wrong = replace(found, inputs={"0.0": (sizes[0], torch.Size(other))})
+        assert not wrong.is_per_sample("0.0", 3 * 12 * 8)

@@ -8,7 +8,7 @@ its sizes: it also has other lengths. Otherwise one on SECOND_BATCH_SIZE samples
 tensors; a model whose forward reads values of tensors is made in full for them, on the CPU.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,12 @@ import torch
 from torch import nn
 
 from meshwright.model.analysis.forward_errors import check_outputs_need_grad, trial_error
-from meshwright.model.analysis.repeated_forward import RepeatedForward, ResizedForward, same_but_for_sizes
+from meshwright.model.analysis.repeated_forward import (
+    RESIZED_BATCH_SIZE,
+    RepeatedForward,
+    ResizedForward,
+    same_but_for_sizes,
+)
 from meshwright.model.analysis.sharding_trials import get_blocks, repeat_samples
 from meshwright.model.blocks.recorded_block_calls import EqualBlocksOnce, RecordedBlockCalls
 from meshwright.model.loading.deferred_init import DeferredInit
@@ -25,6 +30,7 @@ from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.recording.forward_recording import Recording, TensorRecord
 from meshwright.model.recording.model_operations import Operation, block_operations, model_operations
+from meshwright.model.recording.parameter_dtype import tensors_in_parameter_dtype
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths, takes_number
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
@@ -100,7 +106,11 @@ def run_trials(
     if resized is not None and same is not None:
         check_outputs_need_grad(trial.outputs)
         outputs = find_loss_inputs(trial, None)
-        on_two_lengths = _blocks_on_two_lengths(resized, zip(located, same, strict=True), block_calls)
+        in_dtype = tensors_in_parameter_dtype(
+            trial.recording, [name for name in trial.recording.parameters if plan.keeps_dtype(name)]
+        )
+        pairs = zip(located, same, strict=True)
+        on_two_lengths = _blocks_on_two_lengths(resized, pairs, block_calls, in_dtype)
         return TrialResult(read_trial(trial.recording), trial, block_calls, sites, outputs, on_two_lengths)
     needs_second = draws or has_graphs
     samples = {key: repeat_samples(value, SECOND_BATCH_SIZE) for key, value in inputs.items()}
@@ -158,9 +168,10 @@ def _blocks_on_two_lengths(
     resized: ResizedForward,
     pairs: Iterable[tuple[tuple[str, Operation], Operation]],
     block_calls: RecordedBlockCalls,
+    in_dtype: Collection[int],
 ) -> dict[str, BlockOnTwoLengths]:
     """Returns the block calls of a recording that compute the same in `resized`; `pairs` holds its located
-    operations with theirs.
+    operations with theirs, and `in_dtype` the tensors in the dtype of the parameters.
     """
     varying = {
         block_call
@@ -172,8 +183,18 @@ def _blocks_on_two_lengths(
         if name in varying or name not in resized.block_shapes:
             continue
         taken, returned = resized.block_shapes[name]
-        inputs = _pair_shapes((call.start.args, call.start.kwargs), taken)
-        found[name] = BlockOnTwoLengths(inputs, _pair_shapes(call.outputs, returned), resized.lengths)
+        given = call.start.args, call.start.kwargs
+        found[name] = BlockOnTwoLengths(
+            _pair_shapes(given, taken),
+            _pair_shapes(call.outputs, returned),
+            resized.lengths,
+            (PROBE_BATCH, RESIZED_BATCH_SIZE),
+            [
+                path
+                for path, record in named_tensors(given, kind=TensorRecord)
+                if record.id in in_dtype or not record.dtype.is_floating_point
+            ],
+        )
     return found
 
 

@@ -87,6 +87,16 @@ class MadeTensors:
         found = self._by_id.get(record.id)
         return self._by_view.get(_view_key(record)) if found is None else found
 
+    def sliced_shapes(self, records: Sequence[TensorRecord]) -> tuple[torch.Size | None, ...]:
+        """Returns the shapes of the tensors that stand for `records`, where they differ from these; None where
+        not.
+        """
+        found = ((record, self.find(record)) for record in records)
+        return tuple(
+            None if tensor is None or tensor.shape == record.shape else tensor.shape
+            for record, tensor in found
+        )
+
     def add_outputs(self, recorded: Any, outputs: Any) -> None:
         """Lets the tensors in the `outputs` of a block call stand for the `recorded` ones."""
         records, tensors = tensor_records(recorded), tree_tensors(outputs)

@@ -4,6 +4,7 @@ forward_recording    what a recording holds: operations, torch calls, module cal
 record_forward       records a forward, with one function mode and one dispatch mode
 recording_json       saves a recording, and loads it, without pickle
 model_operations     the torch calls of the model's code, by which runs and block calls are compared
+parameter_dtype      which tensors have the dtype of the parameters, whatever that is
 expert_choices       which experts tokens choose in a forward, and which token chooses others
 op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """

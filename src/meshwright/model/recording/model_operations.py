@@ -87,7 +87,7 @@ def block_operations(recording: Recording) -> Iterator[tuple[str, Operation]]:
     names = recording.parameter_names
     for call in recording.calls():
         if call.by_model:
-            leaves = list(_leaves((call.args, call.kwargs)))
+            leaves = list(recorded_leaves((call.args, call.kwargs)))
             params = tuple(
                 names[leaf.id] for leaf in leaves if isinstance(leaf, TensorRecord) and leaf.id in names
             )
@@ -95,13 +95,14 @@ def block_operations(recording: Recording) -> Iterator[tuple[str, Operation]]:
             yield call.block_call, Operation(call.file, call.line, call.name, params, constants)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def recorded_leaves(value: Any) -> Iterator[Any]:
+    """Yields the tensors and constants in a recorded `value`, in order."""
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _leaves(item)
+            yield from recorded_leaves(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _leaves(item)
+            yield from recorded_leaves(item)
     elif isinstance(value, slice):
         yield from (value.start, value.stop, value.step)
     else:
@@ -109,7 +110,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _live_leaves(value: Any) -> Iterator[Any]:
-    """Yields the leaves of arguments as `_leaves` yields those of recorded ones, tensors included."""
+    """Yields the leaves of arguments as `recorded_leaves` yields those of recorded ones, tensors included."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, slice):

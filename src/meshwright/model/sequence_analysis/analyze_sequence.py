@@ -12,8 +12,8 @@ with all tokens on a single rank:
 If a block attends to something else, its inputs may still be tokens, such as image patches: the forward then
 runs once more and tokens start there (trial_lengths.py). What is computed from the length is told by
 two forwards that ran before, if they had two lengths; otherwise, or if they differ, a further forward with
-other lengths finds it. If glue gathers, that forward has more samples too, in another dtype, and tells which
-gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
+other lengths finds it. If glue gathers what no block call takes, or what may be cast, that forward has more
+samples too, in another dtype, and tells which gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -302,9 +302,15 @@ def _find_gathers(whole: BlockTrace, larger: BlockTrace | None) -> tuple[tuple[G
 
 
 def _keeps_to_lengths(whole: BlockTrace, on_two_lengths: Mapping[str, BlockOnTwoLengths]) -> bool:
-    """Returns whether two other forwards show that all block calls of `whole` treat any length alike."""
-    if whole.gathers.gathers or whole.conv_calls or whole.starting_calls:
+    """Returns whether two other forwards show that all block calls of `whole` treat any length alike, and
+    that what glue gathers grows with the samples.
+    """
+    if whole.conv_calls or whole.starting_calls:
         return False
+    for gather in whole.gathers.gathers:
+        known = on_two_lengths.get(gather.consumer)
+        if known is None or not known.is_per_sample(gather.path, gather.numel):
+            return False
     for info in whole.block_calls.values():
         is_sharded = not info.not_sequence_parallel and info.num_sharded_tokens(1)
         known = on_two_lengths.get(info.block_call)

@@ -25,7 +25,7 @@ from meshwright.model.context_parallel.sharded_activation import (
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import OutputUseRecorder
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
-from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.tensors.pytree import named_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
@@ -35,7 +35,8 @@ GradEdge = tuple[GradNode, int]  # node and output index
 
 @dataclass(eq=False)
 class GatherRecord:
-    """One tensor gathered after `block_call` ("" in the loss), for block call `consumer` ("" for glue).
+    """One tensor gathered after `block_call` ("" in the loss), for the input `path` of block call `consumer`
+    ("" for glue).
 
     It has `numel` elements and `num_tokens` tokens at full length, of which each rank gave its shard; 0: a
     summand.
@@ -46,6 +47,7 @@ class GatherRecord:
     num_tokens: int
     dtype: torch.dtype
     consumer: str = ""
+    path: str = ""
     grad_node: GradNode | None = None
     backward_calls: list[str] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ class _InputEdges:
     (0: not).
     """
 
+    path: str
     block_tensor: torch.Tensor
     outer_edge: GradEdge | None
     inner_edge: GradEdge | None
@@ -86,7 +89,7 @@ class GatherTrace:
         self._seen_edges: set[GradEdge] = set()
 
     def add_gather(
-        self, block_call: str, gathered: torch.Tensor, num_tokens: int = 0, consumer: str = ""
+        self, block_call: str, gathered: torch.Tensor, num_tokens: int = 0, consumer: str = "", path: str = ""
     ) -> torch.Tensor:
         """Notes and returns `gathered`, a tensor of its own: a gather of `num_tokens` tokens after
         `block_call`, or a sum (0).
@@ -99,6 +102,7 @@ class GatherTrace:
                 planned_length,
                 gathered.dtype,
                 consumer,
+                path,
                 gathered.grad_fn,
             )
         )
@@ -115,7 +119,7 @@ class GatherTrace:
         `replacements`.
         """
         self._previous_call, gathers_found = previous_call, dict[int, _InputEdges]()
-        for tensor, along in zip(tree_tensors(value), token_dims, strict=True):
+        for (path, tensor), along in zip(named_tensors(value), token_dims, strict=True):
             inner = replacements.get(id(tensor), tensor)
             sharded = tensor if type(tensor) is SequenceShardedTensor else None
             # a rank takes its shard of any other tensor in every block call
@@ -123,7 +127,7 @@ class GatherTrace:
             tokens = 0 if sharded is None else sharded.token_shard.length
             gathers_found.setdefault(
                 id(tensor),
-                _InputEdges(inner, grad_edge(outer), grad_edge(inner), tokens, is_replicated=not along),
+                _InputEdges(path, inner, grad_edge(outer), grad_edge(inner), tokens, is_replicated=not along),
             )
         self._inputs = list(gathers_found.values())
 
@@ -134,7 +138,11 @@ class GatherTrace:
             is_gathered = per_sample.num_tokens > 0 and (is_replicated or per_sample.is_replicated)
             if is_gathered:
                 self.add_gather(
-                    self._previous_call, per_sample.block_tensor, per_sample.num_tokens, block_call
+                    self._previous_call,
+                    per_sample.block_tensor,
+                    per_sample.num_tokens,
+                    block_call,
+                    per_sample.path,
                 )
             outer = per_sample.inner_edge if is_gathered else per_sample.outer_edge
             if outer is not None and per_sample.inner_edge is not None:

@@ -97,11 +97,28 @@ def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp]
 class BlockOnTwoLengths:
     """The shapes of what a block call takes and returns in two forwards, by path, between which it computes
     the same; `lengths` maps those of sequences in the first to those in the second.
+
+    The forwards run on `num_samples` samples. The inputs `in_parameter_dtype` have the dtype of the
+    parameters, whatever that is, or are not floating-point.
     """
 
     inputs: Mapping[str, tuple[torch.Size, torch.Size]]
     outputs: Mapping[str, tuple[torch.Size, torch.Size]]
     lengths: Mapping[int, int]
+    num_samples: tuple[int, int] = (0, 0)
+    in_parameter_dtype: Collection[str] = ()
+
+    def is_per_sample(self, path: str, numel: int) -> bool:
+        """Returns whether it is known of an input that it holds `numel` elements, as many of each sample, and
+        in which dtype.
+        """
+        one, other = self.inputs.get(path, ((), ()))
+        if path not in self.in_parameter_dtype or len(one) != len(other) or prod(one) != numel:
+            return False
+        rest = zip(one[1:], other[1:], strict=True)
+        return (*one[:1], *other[:1]) == self.num_samples and all(
+            size == new or (size, new) in self.lengths.items() for size, new in rest
+        )
 
     def has_tokens_as(self, info: BlockSequenceInfo) -> bool:
         """Returns whether the token dims of `info`, which were found by their size, have the lengths here."""

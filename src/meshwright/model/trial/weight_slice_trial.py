@@ -1,11 +1,11 @@
 """Checks a proposed split: runs the model on slices of fake weights, as the first of two ranks has them.
 
 Every layer gets weights of the size of a slice, modules get the local values of their size attributes, and
-blocks their part of per-head inputs. One block of each kind runs, on inputs like the recorded ones, and must
-return outputs of the recorded shapes: then all that follows is as recorded. Otherwise the whole model runs,
-which tells what fails, or that all runs with other shapes (a table of the rank's heads that one block passes
-to the next). What does not run is given up, block after block, with a note: the layers of those blocks are
-not sharded.
+blocks their part of per-head inputs. One block of each kind runs, on inputs like the recorded ones. It must
+return outputs of the recorded shapes, but for those that only blocks take in all block calls of its kind (a
+table of the rank's heads that one block passes to the next): then all that follows is as recorded. Otherwise
+the whole model runs, which tells what fails, or that all runs with other shapes. What does not run is given
+up, block after block, with a note: the layers of those blocks are not sharded.
 
 Whether code runs on other sizes than the recorded ones is no question to a recording: it needs live tensors,
 but only blocks, and of them one of each kind.
@@ -18,7 +18,7 @@ the rank has.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from logging import getLogger
 from typing import Any
 
@@ -29,7 +29,12 @@ from torch import nn
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.blocks.recorded_block_calls import MadeTensors, RecordedBlockCall, RecordedBlockCalls
-from meshwright.model.recording.forward_recording import BlockEnd, Recording, tensor_records
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    FunctionCall,
+    Recording,
+    tensor_records,
+)
 from meshwright.model.recording.record_forward import ForwardRecorder
 from meshwright.model.tensor_parallel.colwise_rowwise_groups import NUM_ATTEMPTS, find_layer_groups
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
@@ -41,6 +46,7 @@ from meshwright.model.tensor_parallel.split_proposal import (
     take_local_heads,
 )
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, SizeAttribute
@@ -72,11 +78,24 @@ class RecordedBlocks:
         )
         return WHOLE_MODEL not in blocks and not self.recording.boundaries.num_captured and all(inside)
 
-    def distinct_calls(
-        self, proposal: SplitProposal, numbers: Sequence[SizeAttribute]
-    ) -> dict[str, RecordedBlockCall]:
-        """Returns the first block call of each kind, on the slices of `proposal`."""
-        found: dict[object, str] = {}
+    @cached_property
+    def storages_outside(self) -> frozenset[int]:
+        """The storages of the tensors that glue takes, or that the model returns."""
+        taken: list[Any] = [self.recording.outputs]
+        for event in self.recording.events:
+            match event:
+                # where the graph is cut, leaves are detached
+                case AtenOp(block_call="", name=name) if name != "aten.detach.default":
+                    taken.append((event.args, event.kwargs))
+                case FunctionCall(block_call="", by_model=True):  # it may ask for a shape
+                    taken.append((event.args, event.kwargs))
+        return frozenset(record.storage for record in tensor_records(taken))
+
+    def kinds(self, proposal: SplitProposal, numbers: Sequence[SizeAttribute]) -> dict[str, object]:
+        """Returns what block calls share that run alike on the slices of `proposal`, if they are given alike,
+        by their names.
+        """
+        found: dict[str, object] = {}
         for name in self.block_calls.calls:
             block = block_of(name)
             roles = _inside(block, proposal.roles)
@@ -84,8 +103,8 @@ class RecordedBlocks:
             sizes = [replace(each, module=rest) for each in numbers for rest in _inside(block, [each.module])]
             heads = [replace(each, block="") for each in proposal.per_head_inputs if each.block == block]
             same = self.block_calls.equal_calls.get(name, name)
-            found.setdefault((same, *map(repr, (roles, splits, sizes, heads))), name)
-        return {name: self.block_calls.calls[name] for name in found.values()}
+            found[name] = same, *map(repr, (roles, splits, sizes, heads))
+        return found
 
 
 def _inside(block: str, by_name: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -167,26 +186,25 @@ def _blocks_run(
     recorded shapes.
     """
     recorder = _prepare_slices(module, proposal, numbers, recorded.recording.blocks)
-    flow, made = FeatureFlow(), MadeTensors()
+    flow, made, kinds = FeatureFlow(), MadeTensors(), recorded.kinds(proposal, numbers)
+    outputs_by_kind: dict[object, Any] = {}
     try:
         # the recorder must see dropout before its mask is drawn
         with silence_fake_errors(), ready(module), recorder.recording():
-            for name, call in recorded.distinct_calls(proposal, numbers).items():
-                if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
+            for name, call in recorded.block_calls.calls.items():
+                kind = kinds[name], made.sliced_shapes(call.inputs)
+                if kind not in outputs_by_kind:
+                    if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
+                        return False
+                    args, kwargs = call.make_inputs(made)
+                    recorder.begin_block_call(name)
+                    outputs_by_kind[kind] = recorder.blocks[block_of(name)](*args, **kwargs)
+                if not _fits(outputs_by_kind[kind], call.outputs, recorded.storages_outside):
                     return False
-                args, kwargs = call.make_inputs(made)
-                recorder.begin_block_call(name)
-                outputs = recorder.blocks[block_of(name)](*args, **kwargs)
-                made.add_outputs(call.outputs, outputs)
+                made.add_outputs(call.outputs, outputs_by_kind[kind])
     except Exception:  # the whole model tells what fails
         return False
-    recording = recorder.finish(None)
-    for event in recording.events:
-        if type(event) is BlockEnd:
-            full = recorded.block_calls.calls[event.block_call].outputs
-            if _shapes(event.results) != _shapes(full):
-                return False
-    return _unit_mismatch(flow.read(recording), proposal) is None
+    return _unit_mismatch(flow.read(recorder.finish(None)), proposal) is None
 
 
 def _know_inputs(
@@ -211,8 +229,15 @@ def _know_inputs(
     return True
 
 
-def _shapes(value: Any) -> list[tuple[torch.Size, torch.dtype]]:
-    return [(record.shape, record.dtype) for record in tensor_records(value)]
+def _fits(outputs: Any, full: Any, storages_outside: frozenset[int]) -> bool:
+    """Returns whether the `outputs` of a block on slices have the shapes of the `full` ones, where these are
+    taken outside of blocks.
+    """
+    tensors, records = tree_tensors(outputs), tensor_records(full)
+    return len(tensors) == len(records) and all(
+        one.dtype == other.dtype and (one.shape == other.shape or other.storage not in storages_outside)
+        for one, other in zip(tensors, records, strict=True)
+    )
 
 
 def _find_failure(
