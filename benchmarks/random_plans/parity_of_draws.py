@@ -29,7 +29,7 @@ from benchmarks.random_plans.random_plans import (
 )
 from meshwright.comm.collectives.group import World
 from meshwright.testing.ranks import ProcessPool
-from meshwright.verifier.one_device.lost_steps import record_lost
+from meshwright.verifier.one_device.recorded_run import record_run
 from meshwright.verifier.parity import TOLERANCE, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 
@@ -92,8 +92,8 @@ def row_on_processes(drawn: Draw, pool: ProcessPool) -> Row:
 def compare_on_rank(world: World, drawn: Draw) -> RankReport:
     """Returns what one rank of the plan finds beside one device."""
     case = draw_case(drawn, drawn.plan())
-    lost = record_lost(case, world, drawn.num_steps)
-    return compare_rank(case, world, run_reference(case, drawn.num_steps, lost))
+    recorded = record_run(case, world, drawn.num_steps)
+    return compare_rank(case, world, run_reference(case, drawn.num_steps, recorded))
 
 
 def parity_result(

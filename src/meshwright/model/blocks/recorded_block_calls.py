@@ -88,8 +88,8 @@ class MadeTensors:
         return self._by_view.get(_view_key(record)) if found is None else found
 
     def sliced_shapes(self, records: Sequence[TensorRecord]) -> tuple[torch.Size | None, ...]:
-        """Returns the shapes of the tensors that stand for `records`, where they differ from these; None where
-        not.
+        """Returns the shapes of the tensors that stand for `records`, where they differ from these, else
+        None.
         """
         found = ((record, self.find(record)) for record in records)
         return tuple(

@@ -3,8 +3,8 @@
     embed.weight --> embedding --> mul 8.0 --> select      as the parameters
                                --> float() --> mul         float32, also if the parameters are bfloat16
 
-All of a recording is in one dtype, in which `x.float()` and `x.to(y.dtype)` look alike. So nothing that a call
-returns which may name a dtype is among those found, nor what is computed of it.
+All of a recording is in one dtype, in which `x.float()` and `x.to(y.dtype)` look alike. So nothing that a
+call returns which may name a dtype is among those found, nor what is computed of it.
 """
 
 from collections.abc import Collection

@@ -13,7 +13,8 @@ If a block attends to something else, its inputs may still be tokens, such as im
 runs once more and tokens start there (trial_lengths.py). What is computed from the length is told by
 two forwards that ran before, if they had two lengths; otherwise, or if they differ, a further forward with
 other lengths finds it. If glue gathers what no block call takes, or what may be cast, that forward has more
-samples too, in another dtype, and tells which gathered tensors grow with them; a difference that it finds is looked for with other lengths only.
+samples too, in another dtype, and tells which gathered tensors grow with them; a difference that it finds is
+looked for with other lengths only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
