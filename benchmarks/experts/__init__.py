@@ -10,4 +10,6 @@ expert_resume      checkpoints cross from plan to plan and back, bit by bit
 layer_steps        forward and backward of one layer: ours, transformers' and DeepSpeed's
 expert_layer_vs_peers   their seconds
 expert_parity      mixtures of experts of transformers under many plans equal one device
+expert_plans       random plans with distributed experts equal one device
+mixture_models     models of every family, and of every routing, for them
 """

@@ -185,26 +185,36 @@ def _blocks_run(
     """Returns whether one block of each kind runs on slices, on recorded inputs, and returns outputs of the
     recorded shapes.
     """
-    recorder = _prepare_slices(module, proposal, numbers, recorded.recording.blocks)
-    flow, made, kinds = FeatureFlow(), MadeTensors(), recorded.kinds(proposal, numbers)
-    outputs_by_kind: dict[object, Any] = {}
+    recorder, flow = _prepare_slices(module, proposal, numbers, recorded.recording.blocks), FeatureFlow()
     try:
         # the recorder must see dropout before its mask is drawn
         with silence_fake_errors(), ready(module), recorder.recording():
-            for name, call in recorded.block_calls.calls.items():
-                kind = kinds[name], made.sliced_shapes(call.inputs)
-                if kind not in outputs_by_kind:
-                    if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
-                        return False
-                    args, kwargs = call.make_inputs(made)
-                    recorder.begin_block_call(name)
-                    outputs_by_kind[kind] = recorder.blocks[block_of(name)](*args, **kwargs)
-                if not _fits(outputs_by_kind[kind], call.outputs, recorded.storages_outside):
-                    return False
-                made.add_outputs(call.outputs, outputs_by_kind[kind])
+            if not _calls_fit(recorder, flow, recorded, recorded.kinds(proposal, numbers)):
+                return False
     except Exception:  # the whole model tells what fails
         return False
     return _unit_mismatch(flow.read(recorder.finish(None)), proposal) is None
+
+
+def _calls_fit(
+    recorder: ForwardRecorder, flow: FeatureFlow, recorded: RecordedBlocks, kinds: Mapping[str, object]
+) -> bool:
+    """Returns whether block calls get what is known of their inputs, and return the recorded shapes; `flow`
+    is told of inputs.
+    """
+    made, outputs_by_kind = MadeTensors(), dict[object, Any]()
+    for name, call in recorded.block_calls.calls.items():
+        kind = kinds[name], made.sliced_shapes(call.inputs)
+        if kind not in outputs_by_kind:
+            if not _know_inputs(call, made, recorded.feature_flow, flow, recorder):
+                return False
+            args, kwargs = call.make_inputs(made)
+            recorder.begin_block_call(name)
+            outputs_by_kind[kind] = recorder.blocks[block_of(name)](*args, **kwargs)
+        if not _fits(outputs_by_kind[kind], call.outputs, recorded.storages_outside):
+            return False
+        made.add_outputs(call.outputs, outputs_by_kind[kind])
+    return True
 
 
 def _know_inputs(
