@@ -170,6 +170,9 @@ def test_a_memory_budget_takes_the_predicted_seconds_of_blocks_and_the_plan_keep
     plan, calls = resolved[1].plan, plain.model_spec.block_calls
     assert len(memory_budget(plan).forward_ms) == len(calls)
     assert min(memory_budget(plan).forward_ms) > 0
+    matmul_ms = memory_budget(plan).matmul_ms
+    assert max(matmul_ms) > 0
+    assert all(part <= whole for part, whole in zip(matmul_ms, memory_budget(plan).forward_ms, strict=True))
     assert any("as predicted on A CPU" in note for note in resolved[1].notes)
     write_plan(resolved, tmp_path / "plan.toml")
     (tmp_path / "device.toml").unlink()

@@ -14,10 +14,12 @@ from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.streams import Resource
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.memory.memory_names import kept_op_name
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine, on_assumed_host
-from meshwright.planner.program_cost.action_cost import forward_seconds
+from meshwright.planner.program_cost.action_cost import ActionCosts, forward_seconds
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
@@ -75,8 +77,11 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
     seconds, calls = forward_seconds(plan, target), plan.model_spec.block_calls
     if not all(call in seconds for call in calls):
         return ready
-    milliseconds = tuple(float(f"{1e3 * seconds[call]:.6g}") for call in calls)
-    timed = replace(untimed[0], forward_ms=milliseconds)
+    forward_ms, matmul_ms, attention_ms = (
+        tuple(float(f"{1e3 * given.get(call, 0.0):.6g}") for call in calls)
+        for given in (seconds, *(_op_seconds(plan, target, op) for op in ("matmul", "attention")))
+    )
+    timed = replace(untimed[0], forward_ms=forward_ms, matmul_ms=matmul_ms, attention_ms=attention_ms)
     strategies = [timed if each == untimed[0] else each for each in plan.strategies]
     other = Plan.make(
         plan.job,
@@ -90,6 +95,20 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
     )
     note = f"memory_budget: forward_ms of {len(calls)} block calls as predicted on {target.name}"
     return replace(ready, plan=other, notes=(*ready.notes, note))
+
+
+def _op_seconds(plan: Plan, target: ExecutionTarget, op: str) -> dict[str, float]:
+    """Returns the seconds by which a rerun of each block call is shorter if what `op` returns is kept."""
+    found = dict[str, float]()
+    for role in plan.program.roles:
+        costs = ActionCosts(plan, role.ranks[0], target)
+        for action in role.actions:
+            if action.kind in FORWARD_KINDS:
+                kept = kept_op_name(op, action.subject, action.microbatch)
+                reruns = (replace(action, kind="RECOMPUTE", frees=frees) for frees in ((), (kept,)))
+                whole, rest = (costs.cost(each).seconds for each in reruns)
+                found[action.subject] = max(0.0, whole - rest)
+    return found
 
 
 def device_of(hardware: str, world: int) -> DeviceSpec | None:

@@ -2,6 +2,7 @@
 program, and it knows what may be dropped.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,30 +16,42 @@ from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.memory.budgeted_chain import BudgetedChain, apply_choice, budgeted_chain
+from meshwright.parallel.memory.budgeted_chain import BlockTimes, BudgetedChain, apply_choice, budgeted_chain
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.memory.activation_budget import ActivationBudget
 from meshwright.plan.step.program import Program
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.memory.unequal_model import SAMPLES, Unequal, activations, float32_job, planned, unequal
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import edited, tiny_job, token_samples
 
+NOT_MEASURED = BlockTimes()
 LEAVES_ALL = MemoryBudget(budget_mb=1e6)  # changes nothing, and asks for what segments need to know
 
 
-def chain_of(plan: Plan, rank: int = 0, *more: str) -> BudgetedChain:
+def chain_of(plan: Plan, rank: int = 0, *more: str, times: BlockTimes = NOT_MEASURED) -> BudgetedChain:
     view, actions = plan.rank_view(rank), plan.for_rank(rank).actions
-    return budgeted_chain(actions, view, plan.job, (), lambda call: True, ("recompute", "segment", *more))
+    choices = ("recompute", "segment", *more)
+    return budgeted_chain(actions, view, plan.job, times, lambda call: True, choices)
 
 
-@pytest.mark.parametrize("more", [(), ("gist",), ("selective",), ("gist", "selective")])
-def test_every_choice_has_the_peak_of_its_program(more: tuple[str, ...]):
-    plan = planned(LEAVES_ALL)
-    chain = chain_of(plan, 0, *more)
+def llama_plan(*mine: Strategy) -> Plan:
+    return make_plan(analyzed_llama(num_hidden_layers=4), float32_job(4), Mesh(), mine)
+
+
+@pytest.mark.parametrize(
+    ("of", "more", "times"),
+    [(planned, (), NOT_MEASURED), (planned, ("gist",), NOT_MEASURED)],
+)
+def test_every_choice_has_the_peak_of_its_program(
+    of: Callable[..., Plan], more: tuple[str, ...], times: BlockTimes
+):
+    plan = of(LEAVES_ALL)
+    chain = chain_of(plan, 0, *more, times=times)
     assert chain.peak_nbytes(None) == activations(plan)
     choices = ActivationBudget(chain.blocks, chain.loss_nbytes).choices()
     assert len(choices) > 20
@@ -135,9 +148,24 @@ def test_seconds_are_operations_and_bytes_read_and_written():
     calls = unequal().model_spec.block_calls
     plan = planned()
     view, actions = plan.rank_view(0), plan.for_rank(0).actions
-    times = tuple(range(len(calls)))
+    times = BlockTimes(range(len(calls)))
     given = budgeted_chain(actions, view, plan.job, times, lambda call: True, ("recompute",))
     assert [block.forward_s for block in given.blocks] == [number / 1e3 for number in range(len(calls))]
+
+
+def test_a_rerun_that_keeps_outputs_takes_what_is_left_of_the_measured_time():
+    plan, forward = llama_plan(), 1000.0
+    view, actions, calls = plan.rank_view(0), plan.for_rank(0).actions, plan.model_spec.block_calls
+    seconds = []
+    for matmul in (0.0, 400.0):
+        times = BlockTimes([forward] * len(calls), {"matmul": [matmul] * len(calls)})
+        chain = budgeted_chain(actions, view, plan.job, times, lambda call: True, ("selective",))
+        options = [option for block in chain.blocks for option in block.options]
+        seconds.append([option.seconds for option in options if option.name == "save matmul"])
+    assert len(seconds[0]) == 4
+    assert min(seconds[0]) > forward / 1e3  # calls of Python
+    differences = [one - other for one, other in zip(*seconds, strict=True)]
+    assert differences == pytest.approx([0.4] * len(differences))
 
 
 def test_the_program_of_a_choice_is_the_same_for_all_microbatches():

@@ -137,6 +137,10 @@ def test_the_refusal_says_the_least_bytes_that_do():
             lambda: MemoryBudget(forward_ms=(1.0, 2.0)),
             "forward_ms has 2 numbers, and the model 5 block calls",
         ),
+        (
+            lambda: MemoryBudget(matmul_ms=(1.0,) * 5),
+            "matmul_ms is a part of the time of blocks, and forward_ms is missing",
+        ),
         (lambda: MemoryBudget(blocks=("layers.*",)), r"'layers\.\*' matches no block"),
     ],
 )

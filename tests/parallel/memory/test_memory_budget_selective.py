@@ -81,7 +81,7 @@ def test_an_output_in_the_place_of_another_is_noticed(monkeypatch: pytest.Monkey
 
 
 def wide_llama() -> AnalyzedModel:
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_hidden_layers": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 4, "num_hidden_layers": 4}
     config = transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes)
     samples = {key: value.repeat(1, 32) for key, value in token_samples(2).items()}
     with torch.device("meta"):
@@ -97,7 +97,7 @@ def test_each_block_keeps_what_is_fastest_within_the_bytes():
         return make_plan(model, float32_job(2), Mesh(), mine)
 
     least, full = activations(of(MemoryBudget())), activations(of())
-    for fraction in (0.2, 0.4, 0.6, 0.8):
+    for fraction in (0.4, 0.6, 0.8):  # with less, one layer keeps everything
         nbytes = least + fraction * (full - least)
         plan, without = (
             of(MemoryBudget(nbytes / MIB, choices))

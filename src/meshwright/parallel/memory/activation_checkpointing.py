@@ -45,8 +45,8 @@ recompute no more than the memory asks for, give the strategy `memory_budget` a 
 
 Cost: no bytes sent, but for weights that ZeRO shards: RECOMPUTE and B share one gathering. Time: at most
 that of the forward. A clone of the residual stream per block if the model writes in place.
-With `save`, time: that of the forward without these operations, and a call of Python for each operation of a
-block.
+With `save`, time: that of the forward without these operations, and in both runs a call of Python for each
+torch function of a block: 8 us on a core, hidden where kernels run behind the host.
 Limits: of the parts of one block only operations of the kinds `save` are chosen, all of a kind. Experts are
 refused with `save`, since the data decides how many rows they return; so are attention on ranks that share
 tokens, and tensor parallelism that shards features of the stream. Bytes of `save` are to the byte those on a

@@ -15,7 +15,7 @@ ends added (what a rerun saves, the gradient of an output).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from meshwright.parallel.memory.activation_checkpointing import (
 from meshwright.parallel.memory.gist import encode_memory, freed_and_added_nbytes, local_relu_activations
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
+from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS, BlockOps
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
 from meshwright.plan.step.memory.activation_budget import (
@@ -43,7 +43,7 @@ from meshwright.plan.step.memory.block_call_memory import (
     loss_scratch_nbytes,
     saved_fraction,
 )
-from meshwright.plan.step.memory.kept_outputs import KeptOutputsMemory, keep_outputs, kept_outputs_memory
+from meshwright.plan.step.memory.kept_outputs import keep_outputs, kept_outputs_memory
 from meshwright.plan.step.memory.memory_names import (
     SCRATCH,
     deferred_grad_name,
@@ -62,7 +62,7 @@ from meshwright.plan.step.single_device_program import (
 )
 
 OPS_PER_BYTE = 20  # operations in the time of a byte read or written, where no seconds are given
-OPS_PER_CALL = 100_000  # operations in the time of a call of Python for an operation of torch
+CALL_S, OPS_PER_CALL = 8e-6, 1_000_000  # a call of Python for a torch function, in seconds and operations
 GIST_PASSES = 4  # over each encoded tensor
 SEGMENT, GIST, SELECTIVE = "segment", "gist", "selective"
 SAVED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # by option: kinds of operations, as in `save`
@@ -73,6 +73,16 @@ SAVED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # by option: kinds
     }
 )
 MAX_TRIED = 64  # choices that are tried on a program
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Milliseconds of the forward of each block call of the model, in order, and of the operations of a kind
+    in it; empty where they are not known.
+    """
+
+    forward_ms: Sequence[float] = ()
+    op_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -149,14 +159,12 @@ def budgeted_chain(
     actions: Sequence[Action],
     view: RankView,
     job: Job,
-    forward_ms: Sequence[float],
+    times: BlockTimes,
     may_rerun: Callable[[str], bool],
     choices: Collection[str],
 ) -> BudgetedChain:
     """Returns the chain of the rank of `view`, which executes `actions`, with what `choices` offer for the
     block calls that `may_rerun`.
-
-    `forward_ms` are the milliseconds of each block call of the model, or empty.
     """
     largest = largest_rank_view(view)
     sized = list(_largest_actions(actions, view, largest, job))
@@ -167,8 +175,8 @@ def budgeted_chain(
         outputs[first] += max(0, (weighed.glue_outputs - weighed.glue).total(num_samples))
     operations = _operations(largest, job, num_samples)
     seconds, per_operation = operations, 1.0
-    if forward_ms:
-        given = dict(zip(view.plan.model_spec.block_calls, forward_ms, strict=True))
+    if times.forward_ms:
+        given = dict(zip(view.plan.model_spec.block_calls, times.forward_ms, strict=True))
         seconds = {block_call: given[block_call] / 1e3 for block_call in operations}
         per_operation = sum(seconds.values()) / (sum(operations.values()) or 1)
     droppable, in_flight = _droppable_outputs(view), _max_in_flight(actions)
@@ -176,7 +184,7 @@ def budgeted_chain(
     options: dict[str, list[ActivationOption]] = {block_call: [] for block_call in outputs}
     for block_call, option in _gist_options(largest, job, num_samples, saved, per_operation):
         options[block_call] += [option] if GIST in choices else []
-    for block_call, option in _selective_options(largest, job, num_samples, saved, seconds):
+    for block_call, option in _selective_options(largest, job, num_samples, saved, seconds, times):
         options[block_call] += [option] if SELECTIVE in choices and block_call in may_rerun_alone else []
     blocks = (
         ChainBlock(
@@ -301,26 +309,21 @@ def _block_nbytes(
     return outputs, saved, scratch, loss_nbytes
 
 
-def _operations(
-    view: RankView, job: Job, num_samples: int, kept: Mapping[str, KeptOutputsMemory] = MappingProxyType({})
-) -> dict[str, float]:
-    """Returns the operations of the forward of each block call, with bytes read and written as operations;
-    of those that keep outputs, what that adds to a step: the rest of a forward, and calls of Python.
-    """
-    memory = view.model_spec.memory
-    by_call = {} if memory is None or memory.ops is None else memory.ops.by_block_call
-    found = {}
+def _operations(view: RankView, job: Job, num_samples: int) -> dict[str, float]:
+    """Returns the operations of the forward of each block call, with bytes read and written as operations."""
+    by_call, found = _ops_by_call(view), {}
     for block_call, share in view.work_share.block_shares.items():
         nbytes = share.saved_numel * num_samples * FLOAT_NBYTES[job.precision.compute] * 2.0
         if block_call in by_call:
             moved = by_call[block_call].forward.memory_op_nbytes(num_samples)
             nbytes = float(moved * saved_fraction(view, block_call))
-        flops, num_calls = Fraction(share.flops * num_samples), 0
-        if block_call in kept:
-            flops *= 1 - kept[block_call].flops_fraction
-            num_calls = 2 * by_call[block_call].forward.num_ops if block_call in by_call else 0
-        found[block_call] = float(flops) + OPS_PER_BYTE * nbytes + OPS_PER_CALL * num_calls
+        found[block_call] = share.flops * num_samples + OPS_PER_BYTE * nbytes
     return found
+
+
+def _ops_by_call(view: RankView) -> Mapping[str, BlockOps]:
+    memory = view.model_spec.memory
+    return {} if memory is None or memory.ops is None else memory.ops.by_block_call
 
 
 def _gist_options(
@@ -338,25 +341,38 @@ def _gist_options(
 
 
 def _selective_options(
-    view: RankView, job: Job, num_samples: int, saved: Mapping[str, int], seconds: Mapping[str, float]
+    view: RankView,
+    job: Job,
+    num_samples: int,
+    saved: Mapping[str, int],
+    seconds: Mapping[str, float],
+    times: BlockTimes,
 ) -> Iterator[tuple[str, ActivationOption]]:
     """Yields the block calls for which outputs of some kinds of operations take less than what they save, and
     what keeping those takes. `seconds` are those of whole forwards.
     """
-    spec, whole = view.model_spec, _operations(view, job, num_samples)
+    spec, whole, by_call = view.model_spec, _operations(view, job, num_samples), _ops_by_call(view)
+    numbers = {block_call: number for number, block_call in enumerate(view.plan.model_spec.block_calls)}
     known = {(each.block_call, each.op) for each in spec.kept_outputs}
     experts = {each.block_call for each in spec.experts_calls}  # data decides how many rows they return
     for name, ops in SAVED_OPS.items():
         if any(kept_outputs_diagnostics(view.plan, ops, "")):
             continue
-        memory = kept_outputs_memory(view, job, num_samples, ops)
-        left = _operations(view, job, num_samples, memory)
-        for block_call, kept in memory.items():
+        for block_call, kept in kept_outputs_memory(view, job, num_samples, ops).items():
             is_whole = all((block_call, op) in known for op in ops)  # else another option is the same
-            if is_whole and block_call not in experts and kept.nbytes < saved[block_call]:
-                rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
-                rerun_s = seconds[block_call] * left[block_call] / (whole[block_call] or 1)
-                yield block_call, ActivationOption(name, rerun_s, kept.nbytes, saved[block_call], rerun)
+            if not is_whole or block_call in experts or kept.nbytes >= saved[block_call]:
+                continue
+            per_operation = seconds[block_call] / (whole[block_call] or 1)
+            flops = view.work_share.block_shares[block_call].flops * num_samples
+            kept_s = float(flops * kept.flops_fraction) * per_operation
+            if all(op in times.op_ms for op in ops):
+                kept_s = sum(times.op_ms[op][numbers[block_call]] for op in ops) / 1e3
+            call_s = OPS_PER_CALL * per_operation
+            call_s = min(call_s, CALL_S) if times.forward_ms else call_s  # less where kernels hide it
+            num_calls = 2 * by_call[block_call].forward.num_ops if block_call in by_call else 0
+            added = max(0.0, seconds[block_call] - kept_s) + num_calls * call_s
+            rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
+            yield block_call, ActivationOption(name, added, kept.nbytes, saved[block_call], rerun)
 
 
 def _droppable_outputs(view: RankView) -> frozenset[str]:

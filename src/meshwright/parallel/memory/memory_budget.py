@@ -28,12 +28,12 @@ their gradients and optimizer states are not in it. `choices` are those beside k
 both, whatever is best), and "gist" where the model has ReLU or max pooling. `blocks` selects by patterns
 which block calls may run again.
 
-`forward_ms` are measured milliseconds of the forward of each block call of the model, in order; the commands
-fill them in with those predicted for `run.hardware` (a kind of device, or a file of `bench device`), if the
-config names it. Else a block takes the time of its operations, where a byte read or written counts as 20. In
-a segment, what a rerun saves before the last one counts as read once more: it has left the cache. With
-"selective", a rerun takes that part of the time of its block that the operations left in it have of all, and
-a call of Python for every operation. If everything fits, the plan is the one without it.
+`forward_ms` are measured milliseconds of the forward of each block call of the model, in order, `matmul_ms`
+and `attention_ms` what these operations take of them; the commands fill them in with those predicted for
+`run.hardware` (a kind of device, or a file of `bench device`), if the config names it. Else a block takes the
+time of its operations, where a byte read or written counts as 20. In a segment, what a rerun saves before the
+last one counts as read once more: it has left the cache. With "selective", a call of Python for each torch
+function, in both runs, counts as a million operations. If everything fits, the plan is the one without it.
 
 Cost: about a second of planning for 200 block calls. Bytes sent: those of the forwards that run again.
 Limits: an output is kept if more than the next block call reads it, or code between blocks does. A block call
@@ -59,6 +59,7 @@ from meshwright.parallel.memory.budgeted_chain import (
     GIST,
     SEGMENT,
     SELECTIVE,
+    BlockTimes,
     apply_choice,
     budgeted_chain,
 )
@@ -76,6 +77,7 @@ from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, Strat
 
 LOCATION = "strategies.memory_budget"
 MIB = 2**20
+MILLISECONDS = "write milliseconds, one number for each block call"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class MemoryBudget(Strategy):
     MiB at any time; 0: as few as possible.
 
     `choices` beside keeping; `blocks` may run again (without them: all); `forward_ms` as measured, per block
-    call of the model.
+    call of the model, with its parts `matmul_ms` and `attention_ms`.
     """
 
     name: ClassVar[str] = "memory_budget"
@@ -96,9 +98,9 @@ class MemoryBudget(Strategy):
         default=(RECOMPUTE, SEGMENT, SELECTIVE), metadata=one_of(RECOMPUTE, SEGMENT, SELECTIVE, GIST)
     )
     blocks: tuple[str, ...] = ()
-    forward_ms: tuple[float, ...] = field(
-        default=(), metadata=at_least(0, "write milliseconds, one number for each block call")
-    )
+    forward_ms: tuple[float, ...] = field(default=(), metadata=at_least(0, MILLISECONDS))
+    matmul_ms: tuple[float, ...] = field(default=(), metadata=at_least(0, MILLISECONDS))
+    attention_ms: tuple[float, ...] = field(default=(), metadata=at_least(0, MILLISECONDS))
 
     @property
     def needs_stage_boundaries(self) -> bool:  # type: ignore[override]
@@ -108,17 +110,28 @@ class MemoryBudget(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         model_spec = sharding.model_spec
         yield from checkpointing_diagnostics(self.blocks, model_spec, LOCATION)
-        calls, given = model_spec.block_calls, len(self.forward_ms)
-        if given not in (0, len(calls)):
-            text = f"forward_ms has {given} numbers, and the model {len(calls)} block calls: "
-            text += ", ".join(calls if len(calls) < 9 else (*calls[:3], "...", calls[-1]))
-            yield Diagnostic(text, "write one number for each, or none", f"{LOCATION}.forward_ms")
+        yield from self._check_times(model_spec.block_calls)
         if SEGMENT in self.choices and RECOMPUTE not in self.choices:
             text = "block calls of a segment are recomputed, and `choices` leaves out recompute"
             yield Diagnostic(text, 'add "recompute", or leave out "segment"', f"{LOCATION}.choices")
         if GIST in self.choices and not model_spec.relu_activations:
             text = f"no block of {model_spec.name} has a ReLU or a max pooling inside: gist saves 0 bytes"
             yield Diagnostic(text, 'leave out "gist"', f"{LOCATION}.choices")
+
+    def _check_times(self, calls: tuple[str, ...]) -> Iterator[Diagnostic]:
+        given = {
+            "forward_ms": self.forward_ms,
+            "matmul_ms": self.matmul_ms,
+            "attention_ms": self.attention_ms,
+        }
+        for name, times in given.items():
+            if len(times) not in (0, len(calls)):
+                text = f"{name} has {len(times)} numbers, and the model {len(calls)} block calls: "
+                text += ", ".join(calls if len(calls) < 9 else (*calls[:3], "...", calls[-1]))
+                yield Diagnostic(text, "write one number for each, or none", f"{LOCATION}.{name}")
+            elif times and not self.forward_ms:
+                text = f"{name} is a part of the time of blocks, and forward_ms is missing"
+                yield Diagnostic(text, f"write forward_ms, or leave out {name}", f"{LOCATION}.{name}")
 
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         return program.edit(lambda actions: self._fit(actions, view, job))
@@ -134,7 +147,7 @@ class MemoryBudget(Strategy):
     def _fit(self, actions: list[Action], view: RankView, job: Job) -> list[Action]:
         """Returns `actions` with the fastest choice that fits. Raises PlanError if none does."""
         check_nothing_recomputed(actions)
-        chain = budgeted_chain(actions, view, job, self.forward_ms, self._may_rerun, self.choices)
+        chain = budgeted_chain(actions, view, job, self._times, self._may_rerun, self.choices)
         limit, kept_nbytes = self.budget_mb * MIB, chain.peak_nbytes(None)
         if kept_nbytes <= limit:
             return actions
@@ -150,6 +163,11 @@ class MemoryBudget(Strategy):
         elif least >= kept_nbytes:
             return actions
         return apply_choice(actions, chosen, view, job)
+
+    @property
+    def _times(self) -> BlockTimes:
+        op_ms = {"matmul": self.matmul_ms, "attention": self.attention_ms}
+        return BlockTimes(self.forward_ms, {op: given for op, given in op_ms.items() if given})
 
     def _may_rerun(self, block_call: str) -> bool:
         return not self.blocks or matches_any(block_call, self.blocks)

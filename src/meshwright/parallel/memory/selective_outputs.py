@@ -1,5 +1,8 @@
 """Keeps outputs of operations in the first run of a checkpointed block call, and takes them in its rerun.
 
+A function mode sees torch functions, and around those that may call kernels of the kinds a dispatch mode sees
+what is below: a norm, an activation function or a sum costs one call of Python, and nothing below it.
+
     first run     x --- norm --- [mm] --- silu --- [mm] --- y       what [mm] returns is kept, in order
     rerun         x --- norm ---  |   --- silu ---  |   --- y'      its kernel does not run
 
@@ -9,14 +12,15 @@ what was kept is the same memory.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.model.trial.kept_outputs import op_of_kernel
+from meshwright.model.recording.op_table import find_op
+from meshwright.model.trial.kept_outputs import KEPT_KERNELS
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.step.memory.kept_outputs import kept_ops
@@ -25,6 +29,8 @@ from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 from meshwright.plan.strategy_interface import Runtime
 
 LOCATION = "strategies.activation_checkpointing"
+# kinds of torch functions (model/recording/op_table.py) in which there is no matrix product
+WITHOUT_KERNELS = ("constant", "pointwise", "view", "reduction", "lookup", "random", "metadata", "read")
 EXCLUDE_FIX = "leave the kind of operation out of `save`, or the block out of `blocks`"
 
 
@@ -37,7 +43,7 @@ class _KeptCall:
     __slots__ = ("_versions", "called_with", "returned")
 
     def __init__(self, called_with: Any, returned: Any) -> None:
-        self.called_with, self.returned = called_with, tree_map(_alias, returned)
+        self.called_with, self.returned = called_with, _alias(returned)
         self._versions = _versions(self.returned)
 
     @property
@@ -49,19 +55,48 @@ class _KeptCall:
             self.returned, self._versions = None, [-1]
 
 
-class KeepOutputs(TorchDispatchMode):
-    """While active, keeps what operations of the kinds `ops` return, in `kept`, in order."""
+class _Kernels(TorchDispatchMode):
+    """While active, `run(func, args, kwargs)` gives what operations of the kinds `ops` return."""
 
-    def __init__(self, ops: Iterable[str]) -> None:
+    def __init__(self, ops: Iterable[str], run: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self._ops, self.kept = frozenset(ops), deque[_KeptCall]()
+        self._packets = frozenset().union(*(KEPT_KERNELS[op] for op in ops))
+        self._run = run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        if op_of_kernel(func._overloadpacket) in self._ops:
-            self.kept.append(_KeptCall(_called_with(func, args, kwargs), returned))
+        if func._overloadpacket in self._packets:
+            return self._run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class _AroundKernels(TorchFunctionMode):
+    """While active, has `run` wherever a torch function may call kernels of `ops`."""
+
+    def __init__(self, ops: Iterable[str], run: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self._kernels = _Kernels(ops, run)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _calls_no_kernel(func):
+            return func(*args, **(kwargs or {}))
+        with self._kernels:
+            return func(*args, **(kwargs or {}))
+
+
+class KeepOutputs(_AroundKernels):
+    """While active, keeps what operations of the kinds `ops` return, in `kept`, in order."""
+
+    def __init__(self, ops: Iterable[str]) -> None:
+        super().__init__(ops, self._keep)
+        self.kept = deque[_KeptCall]()
+
+    def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
+        returned = func(*args, **kwargs)
+        self.kept.append(_KeptCall(_called_with(func, args, kwargs), returned))
         return returned
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
@@ -70,7 +105,7 @@ class KeepOutputs(TorchDispatchMode):
             each.drop_if_lost()
 
 
-class TakeOutputs(TorchDispatchMode):
+class TakeOutputs(_AroundKernels):
     """While active, operations of the kinds `ops` return what `kept` holds, in order, and do not run: but for
     those whose outputs something has overwritten.
 
@@ -78,21 +113,17 @@ class TakeOutputs(TorchDispatchMode):
     """
 
     def __init__(self, ops: Iterable[str], kept: deque[_KeptCall], block_call: str) -> None:
-        super().__init__()
-        self._ops, self._kept, self._block_call = frozenset(ops), kept, block_call
+        super().__init__(ops, self._take)
+        self._kept, self._block_call = kept, block_call
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if op_of_kernel(func._overloadpacket) not in self._ops:
-            return func(*args, **(kwargs or {}))
+    def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
         found = self._kept.popleft() if self._kept else None
         if found is None or found.called_with != _called_with(func, args, kwargs):
             before = "nothing" if found is None else _text(found.called_with)
             called = _text(_called_with(func, args, kwargs))
             text = f"the block '{self._block_call}' runs again and calls {called}, where {before} was kept"
             raise _other_operations(text)
-        return func(*args, **(kwargs or {})) if found.is_lost else found.returned
+        return func(*args, **kwargs) if found.is_lost else found.returned
 
     def check_all_taken(self) -> None:
         """Raises PlanError if the rerun has ended without some of what was kept."""
@@ -136,22 +167,35 @@ def _run(
     return outputs
 
 
-def _alias(value: Any) -> Any:
-    """Returns a tensor with the memory and the version counter of `value`, and no graph."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    # below autograd a view gets a counter of its own: then a later write into `value` would not be seen
+@cache
+def _calls_no_kernel(func: Any) -> bool:
+    """Returns whether the torch function `func` certainly calls none of KEPT_KERNELS: then what runs below it
+    costs no call of Python.
+    """
+    return func.__name__ == "__get__" or find_op(func.__name__).kind in WITHOUT_KERNELS
+
+
+def _alias(returned: Any) -> Any:
+    """Returns the tensors of `returned` with their memory and version counters, and no graph."""
+    # below autograd a view gets a counter of its own: then a later write into the tensor would not be seen
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return value.detach()
+        if isinstance(returned, torch.Tensor):
+            return returned.detach()
+        return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in returned)
 
 
 def _versions(returned: Any) -> list[int]:
-    return [each._version for each in tree_leaves(returned) if isinstance(each, torch.Tensor)]
+    return [
+        each._version for each in _tensors((returned,) if isinstance(returned, torch.Tensor) else returned)
+    ]
+
+
+def _tensors(values: Iterable[Any] | None) -> list[torch.Tensor]:
+    return [each for each in values or () if isinstance(each, torch.Tensor)]
 
 
 def _called_with(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor))
-    return func, *((tuple(each.shape), each.dtype) for each in given)
+    return func, *((each.shape, each.dtype) for each in _tensors((*args, *kwargs.values())))
 
 
 def _text(called_with: tuple[Any, ...]) -> str:

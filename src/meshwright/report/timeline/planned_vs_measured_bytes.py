@@ -63,16 +63,14 @@ def planned_memory(
     now: Counter[str] = Counter()
     sizes: dict[str, tuple[str, int]] = {}
     for action in actions:
-        # a buffer that is freed and taken in one act
-        again = {hold.name for hold in action.allocations} & set(sizes)
-        for kind, nbytes in (sizes.pop(name) for name in again):
-            now[kind] -= nbytes
+        for kind, nbytes in (sizes.pop(each.name) for each in action.allocations if each.name in sizes):
+            now[kind] -= nbytes  # another buffer of this name takes its place
         for hold in (each for each in action.allocations if each.tier == "device"):
             sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
             now[sizes[hold.name][0]] += hold.nbytes
         most |= now
         peak = Counter(now) if now.total() > peak.total() else peak
-        for name in (name for name in action.frees if name not in again):
+        for name in action.frees:
             kind, nbytes = sizes.pop(name, ("", 0))
             now[kind] -= nbytes
     return sort_categories({**state_nbytes, **peak}), sort_categories({**state_nbytes, **most})
