@@ -38,7 +38,7 @@ CLAIM = (
 )
 NUMEL, MATRIX, RANK = 25_600_000, (5000, 5120), 4
 UNIT, TWIN, IN_PLACE = "cast", "twin", "cast into memory that is there"
-WINDOW = Window(clean=20, most=60, limit_s=300, warmup=2, threshold=0.25)
+WINDOW = Window(clean=20, most=60, limit_s=300, warmup=2, threshold=0.5)  # copies between steps take 0.28
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 Coding = Callable[[torch.Tensor], object]  # changes the tensor that it is given
 

@@ -2,17 +2,20 @@
 is refused by name.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from meshwright.api import analyze, default_strategies, make_plan
+from meshwright.api import analyze, default_strategies, make_plan, verify
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
@@ -22,16 +25,22 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.compiled_blocks import BlockCompiler, CompiledBlocks, CompiledGraphs
 from meshwright.parallel.memory.gist import Gist
+from meshwright.parallel.memory.memory_budget import MemoryBudget
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import PrecisionConfig, TrainConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
+from tests.parallel.context.test_conv_halo_models import Mixed
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import (
     VOCABULARY,
     WIDTH,
@@ -48,6 +57,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 COMPILED = CompiledBlocks(backend="aot_eager")
 ALL_AGAIN = ActivationCheckpointing(blocks=("*",))
 CPU = torch.device("cpu")
+CP_JOB = Job(
+    ModelConfig("mixed"),
+    DataConfig("random", sequence=9),
+    TrainConfig(batch=4, clip=0.5),
+    OptimizerConfig("sgd", lr=0.1, weight_decay=0.1),
+)
 
 
 class Branch(nn.Module):
@@ -85,6 +100,11 @@ def with_roles() -> Model:
 @cache
 def branches() -> AnalyzedModel:
     return analyze(with_roles, token_samples(2))
+
+
+@cache
+def mixed_layers() -> AnalyzedModel:
+    return analyze(partial(Mixed, 0.3), batches(1)[0])
 
 
 def planned(mesh: Mesh, *more: Strategy, analyzed: AnalyzedModel | None = None, micro_batch: int = 2) -> Plan:
@@ -175,7 +195,15 @@ def test_a_late_compilation_is_reported_once_with_its_cause(
         ((CompiledBlocks(blocks=("layer.*",), backend="eager"),), "'layer.*' matches no block"),
         (
             (CompiledBlocks(backend="eager", inductor_mode="max-autotune-no-cudagraphs"),),
-            "is one of Inductor, and the backend is 'eager'",
+            "inductor_mode is an option of Inductor, and the backend is 'eager'",
+        ),
+        (
+            (CompiledBlocks(backend="eager", emulate_precision_casts=True),),
+            "emulate_precision_casts is an option of Inductor, and the backend is 'eager'",
+        ),
+        (
+            (COMPILED, ActivationCheckpointing(blocks=("layers.*",), save=("matmul",))),
+            "of single operations in 'layers.0' the results are kept, and a compiled block has others",
         ),
         ((COMPILED, Gist(backward_dtype="bfloat16")), "compile does not work with gist: it changes the oper"),
         (
@@ -183,7 +211,7 @@ def test_a_late_compilation_is_reported_once_with_its_cause(
             "compile does not work with loss_free_balancing: it counts choices",
         ),
     ],
-    ids=["backend", "pattern", "mode", "gist", "biases of routers"],
+    ids=["backend", "pattern", "mode", "casts", "kept outputs", "gist", "biases of routers"],
 )
 def test_what_cannot_be_compiled_is_refused(strategies: tuple[Strategy, ...], text: str):
     with pytest.raises(PlanError) as refused:
@@ -191,10 +219,78 @@ def test_what_cannot_be_compiled_is_refused(strategies: tuple[Strategy, ...], te
     assert text in str(refused.value)
 
 
-def test_half_precision_is_refused():
-    job = tiny_job(precision=PrecisionConfig(compute="bfloat16"))
-    with pytest.raises(PlanError, match=r"blocks compute in bfloat16.*\n.*precision\.compute to \"float32\""):
-        make_plan(analyzed_model(p=0.3), job, Mesh(), (COMPILED,))
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(dp_replicate=2), (ActivationOffload(blocks=("layers.*",)),)),
+        (Mesh(dp_shard=3), (ActivationOffload(prefetch=0), ALL_AGAIN)),
+        (Mesh(dp_replicate=3), (MemoryBudget(),)),
+    ],
+    ids=["saved tensors leave", "inputs leave", "budget"],
+)
+def test_what_blocks_keep_may_leave_or_be_computed_again(
+    mesh: Mesh, strategies: tuple[Strategy, ...], graphs: list[CompiledGraphs]
+):
+    verdict = verdict_of(case_of(analyzed_model(p=0.3), planned(mesh, *strategies, COMPILED)))
+    assert verdict.passed, verdict
+    for each in graphs:
+        assert len(set(each.blocks)) == len(each.blocks) <= 3
+        assert not each.breaks
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "layer"),
+    [
+        (mixed_layers, RingAttention(), "layers.0"),
+        (analyzed_llama, Ulysses(), "model.layers.0"),
+    ],
+    ids=["ring, convolutions", "ulysses, attention"],
+)
+def test_tokens_are_exchanged_between_the_graphs_of_a_block(
+    make: Callable[[], AnalyzedModel], strategy: Strategy, layer: str, graphs: list[CompiledGraphs]
+):
+    analyzed = make()
+    plan = make_plan(analyzed, CP_JOB, Mesh(cp=3), (strategy, DDP(axis="cp"), COMPILED))
+    verdict = verify(analyzed, plan, batches(2))
+    assert verdict.passed, verdict
+    for each in graphs:
+        assert layer in {block for block, _ in each.breaks}
+        assert len(each.blocks) < 12  # one for each torch call, if what a mode does for it were compiled
+        assert not each.num_late
+
+
+AUTOCAST = PrecisionConfig(compute="bfloat16")
+HALF = PrecisionConfig(parameters="bfloat16", compute="bfloat16", master="float32")
+
+
+def losses(precision: PrecisionConfig, *strategies: Strategy, steps: int) -> list[float]:
+    """The losses of steps on one device, with all samples in each."""
+    analyzed, job = analyzed_model(p=0.3), tiny_job(precision=precision)
+    executor = executor_of(analyzed, make_plan(analyzed, job, Mesh(), strategies), single_rank_world(CPU))
+    batch = {key: value[:12] for key, value in token_samples().items()}
+    found = [executor.step(batch).loss for _ in range(steps)]
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "parameters"])
+def test_torchs_own_kernels_round_as_uncompiled_in_half_precision(precision: PrecisionConfig):
+    assert losses(precision, COMPILED, steps=3) == losses(precision, steps=3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "parameters"])
+def test_inductor_rounds_less_often_unless_it_emulates_casts(
+    precision: PrecisionConfig, monkeypatch: pytest.MonkeyPatch
+):
+    from torch._inductor import async_compile
+
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
+    (uncompiled,) = losses(precision, steps=1)
+    (fused,) = losses(precision, CompiledBlocks(), steps=1)
+    assert losses(precision, CompiledBlocks(emulate_precision_casts=True), steps=1) == [uncompiled]
+    assert fused != uncompiled
+    assert fused == pytest.approx(uncompiled, rel=2**-8)  # one rounding of bfloat16
 
 
 def test_a_split_backward_is_refused():

@@ -34,6 +34,7 @@ from meshwright.model.context_parallel.patch_hf_attention import PatchedAttentio
 from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.loss.loss_definition import Batch
+from meshwright.model.tensors.function_modes import CallFunction, call_unchanged
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, tree_tensors
 from meshwright.model.tensors.select_token_ranges import index_tensor, span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
@@ -68,6 +69,11 @@ class FullSequenceRunner:
     def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
         """Makes `convolution_fn` compute convolutions over tokens within blocks."""
         raise RuntimeError("a strategy computes convolutions, and no strategy shards the sequence")
+
+    def set_exchange_call(self, call: CallFunction) -> None:
+        """Makes `call(func, args, kwargs)` run what exchanges tokens within blocks: a compiler's, between two
+        graphs.
+        """
 
     def forward_context(self, batch: Batch) -> AbstractContextManager[object]:
         """Returns a context for a forward on `batch`."""
@@ -135,6 +141,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._lengths_by_shapes: dict[tuple[Any, ...], SequenceLengths] = {}  # by shapes
         self._attention_fn: AttentionImpl | None = None
         self._convolution_fn: Conv1dImpl | None = None
+        self._exchange_call: CallFunction = call_unchanged
         self._recomputed_call, self._in_own_kernel = "", False
         self._num_calls: dict[str, int] = {}
         self._attention_patch = self._patch_attention()
@@ -148,6 +155,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
 
     def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
         self._convolution_fn = convolution_fn
+
+    def set_exchange_call(self, call: CallFunction) -> None:
+        self._exchange_call = call
 
     def shard_blocks_of(self, driver: ForwardDriver) -> None:
         self._driver = driver
@@ -244,6 +254,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                         self._run_attention,
                         lambda: self.take_attention_shards(self._current_call),
                         self._is_sharded_call,
+                        self._exchange_call,
                     )
                 )
             if self._convolution_fn is not None and self._conv_calls:
@@ -254,6 +265,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                             self.take_convolution(self._current_call) if self._is_sharded_call() else None
                         ),
                         self._use_torch_kernels,
+                        self._exchange_call,
                     )
                 )
             yield

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.context_parallel.token_shard import TokenShard
+from meshwright.model.tensors.function_modes import CallFunction, call_unchanged
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 
@@ -103,7 +104,7 @@ AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]
 
 class AttentionMode(TorchFunctionMode):
     """While active, attention inside blocks (`is_in_block()`) runs `attention_impl`; `next_shards()` are its
-    queries and keys.
+    queries and keys. `call` runs all of it: a compiler's, between two graphs.
     """
 
     def __init__(
@@ -111,18 +112,23 @@ class AttentionMode(TorchFunctionMode):
         attention_impl: AttentionImpl,
         next_shards: Callable[[], tuple[TokenShard, TokenShard]],
         is_in_block: Callable[[], bool],
+        call: CallFunction = call_unchanged,
     ) -> None:
         super().__init__()
         self._attention_impl, self._next_shards, self._is_in_block = attention_impl, next_shards, is_in_block
+        self._call = call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention or not self._is_in_block():
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return self._call_impl(SDPAArguments(*args, **(kwargs or {})))
+        return self._call(self._attention, args, kwargs or {})
 
-    def _call_impl(self, arguments: SDPAArguments) -> torch.Tensor:
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._is_in_block():
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        arguments = SDPAArguments(*args, **kwargs)
         queries, keys = self._next_shards()
         query, key, value, mask = arguments.query, arguments.key, arguments.value, arguments.attn_mask
         bias, group_mask_rows = _split_mask(mask, queries)

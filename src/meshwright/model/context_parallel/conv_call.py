@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.context_parallel.token_shard import TokenShard
+from meshwright.model.tensors.function_modes import CallFunction, call_unchanged
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import ConvSpec
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
@@ -83,7 +84,7 @@ class Conv1dMode(TorchFunctionMode):
 
     `next_call()` gives the current block call, its convolutions in order, the index of the next one, and a
     function from planned and actual length to the shard of this rank; None outside of blocks that run on a
-    shard.
+    shard. `call` runs all of it: a compiler's, between two graphs.
     """
 
     def __init__(
@@ -91,16 +92,23 @@ class Conv1dMode(TorchFunctionMode):
         conv_impl: Conv1dImpl,
         next_call: Callable[[], Conv1dContext | None],
         suspend_modes: Callable[[], AbstractContextManager[object]],
+        call: CallFunction = call_unchanged,
     ) -> None:
         super().__init__()
         self._conv_impl, self._next_call, self._suspend_modes = conv_impl, next_call, suspend_modes
+        self._call = call
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        context = self._next_call() if func is F.conv1d else None
-        if context is None:
+        if func is not F.conv1d:
             return func(*args, **(kwargs or {}))
+        return self._call(self._convolution, args, kwargs or {})
+
+    def _convolution(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        context = self._next_call()
+        if context is None:
+            return F.conv1d(*args, **kwargs)
         block_call, block_convs, number, get_shard = context
         if number >= len(block_convs):
             text = f"it convolves {number + 1} times, and in the trial {len(block_convs)} times"
@@ -109,10 +117,10 @@ class Conv1dMode(TorchFunctionMode):
         # the mode of another forward may be below this one and would intercept next
         with self._suspend_modes():
             if not conv_spec.halo:
-                return func(*args, **(kwargs or {}))
+                return F.conv1d(*args, **kwargs)
             return self._call_impl(
                 conv_spec,
-                Conv1dArguments(*args, **(kwargs or {})),
+                Conv1dArguments(*args, **kwargs),
                 get_shard(conv_spec.num_tokens, conv_spec.num_tokens),
             )
 

@@ -16,6 +16,9 @@ RANDOM_GLUE_FIX = (
 RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
 
 
+CallFunction = Callable[[Any, Any, Any], Any]  # of a function, its arguments and keyword arguments
+
+
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the result of `func(*args, **kwargs)`."""
     return func(*args, **kwargs)

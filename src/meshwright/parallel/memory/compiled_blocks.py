@@ -19,15 +19,25 @@ Dropout masks are inputs of a graph (model/rng/compiled_draws.py): the same as w
 backend and mode of torch.compile. `dynamic` says whether graphs hold for all lengths: with "auto" the second
 length is compiled for all. A run warns once of a block that is compiled after the first two steps.
 
+In half precision Inductor keeps float32 between the operations that it fuses, where torch rounds the result
+of each: fewer roundings, so another loss in the first digits that bfloat16 does not hold (2e-4 of it, on a
+tiny model). With `emulate_precision_casts` it rounds where torch does, and a forward equals an uncompiled one
+bit by bit; sums of a backward may run in another order. Other backends run torch's own kernels.
+
+    x + tanh(linear(x))   torch      linear -> bf16 -> tanh -> bf16 -> + -> bf16
+                          Inductor   linear -> bf16 -> tanh ---------> + -> bf16
+
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
-chooses what it saves for the backward, so memory differs from what `plan` says of operations.
-Limits: no half precision: under autocast and DDP, graphs of AOTAutograd differed from uncompiled blocks by
-rounding of bfloat16, which no test bounds yet. A block whose model collects outputs of its modules (router
-logits) runs uncompiled. Ranks of one host compile each for itself; those that are threads of a process
-(`verify`) share torch's limit of graphs for the functions that a block calls, and beyond it run these
-uncompiled, of which torch warns. The backward of a graph is one unit, so zero bubble schedules are refused;
-so are strategies that change the operations of a block, or how tokens of a sample are shared. Modes of
-torch.compile with CUDA graphs are not offered: several microbatches are under way.
+chooses what it saves for the backward, so memory differs from what `plan` says of operations: that of
+`memory_budget` and `activation_offload` too, which work on what is there.
+Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks of one host
+compile each for itself; those that are threads of a process (`verify`) share torch's limit of graphs for the
+functions that a block calls, and beyond it run these uncompiled, of which torch warns. Under context
+parallelism, attention and convolutions over tokens run between two graphs, as they exchange tokens.
+Refused: zero bubble schedules, as the backward of a graph is one unit, and its half for inputs would compute
+the gradients of weights as well; strategies that look for single operations of a block (gist,
+sync_batch_norm, outputs that checkpointing keeps): a graph has others. Modes of torch.compile with CUDA
+graphs are not offered: several microbatches are under way.
 Paper: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation
 and Graph Compilation", ASPLOS.
 """
@@ -43,17 +53,19 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import fx, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.rng.compiled_draws import draws_as_inputs, make_drawing_call
-from meshwright.model.tensors.function_modes import calls_are_intercepted
+from meshwright.model.tensors.function_modes import call_unchanged, calls_are_intercepted
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.parallel.memory.gist import is_encoded
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.precision import HALF_DTYPES
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.memory.kept_outputs import kept_ops
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
@@ -61,12 +73,11 @@ logger = logging.getLogger(__name__)
 
 LOCATION = "strategies.compile"
 INDUCTOR = "inductor"
-TORCH_FOLDER = str(Path(torch.__file__).parent)
+FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])  # not those of the model's code
 DYNAMIC = {"auto": None, "always": True, "never": False}
 FIRST_STEPS = 2  # of a run, in which blocks are compiled: a second length may come in the second
 GRAPHS_PER_BLOCK = 4  # training and evaluation, one length and all lengths
 CHANGES_OPERATIONS = "it changes the operations inside blocks, which a compiler replaces"
-CHOOSES_SAVED = "it counts on what autograd saves of each operation, and a compiler saves something else"
 Forward = Callable[..., Any]
 
 
@@ -75,20 +86,19 @@ class CompiledBlocks(Strategy):
     """Compiles the blocks that match one of `blocks` (without `blocks`: all) by torch.compile.
 
     `backend` is one of torch._dynamo.list_backends(); `inductor_mode` is that of the backend "inductor".
-    `dynamic`: whether one graph serves several sizes; "auto": from the second size on.
+    `dynamic`: whether one graph serves several sizes; "auto": from the second size on. With
+    `emulate_precision_casts` Inductor rounds in half precision where uncompiled blocks do.
     """
 
     name: ClassVar[str] = "compile"
-    phase: ClassVar[StrategyPhase] = "memory"
+    phase: ClassVar[StrategyPhase] = "comm"  # once it is known what blocks keep, and how
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "gist": CHANGES_OPERATIONS,
             "sync_batch_norm": CHANGES_OPERATIONS,
             "tiled_mlp": CHANGES_OPERATIONS,
             "compress_activations": CHANGES_OPERATIONS,
-            "memory_budget": CHOOSES_SAVED,
-            "activation_offload": CHOOSES_SAVED,
-            "partitioned_activations": CHOOSES_SAVED,
+            "partitioned_activations": "inputs of blocks that are parts were not tried compiled",
             "loss_free_balancing": "it counts choices of routers inside blocks, which was not tried compiled",
         }
     )
@@ -96,15 +106,11 @@ class CompiledBlocks(Strategy):
     backend: str = INDUCTOR
     inductor_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     dynamic: Literal["auto", "always", "never"] = "auto"
+    emulate_precision_casts: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from unmatched_patterns(self.blocks, sharding.model_spec, f"{LOCATION}.blocks")
-        yield from _backend_diagnostics(self.backend, self.inductor_mode)
-        half = {job.precision.parameters, job.precision.compute} & set(HALF_DTYPES)
-        if half:
-            text = f"blocks compute in {min(half)}, and compiled ones round elsewhere than uncompiled ones"
-            fix = 'set precision.parameters and precision.compute to "float32", or remove the strategy'
-            yield Diagnostic(text, fix, LOCATION)
+        yield from self._backend_diagnostics()
         names = {block_of(call) for call in sharding.model_spec.block_calls}
         for outer in sorted(names):
             inner = next((each for each in sorted(names) if each.startswith(f"{outer}.")), None)
@@ -112,47 +118,61 @@ class CompiledBlocks(Strategy):
                 text = f"the block '{outer}' holds the block '{inner}', and the engine runs between the two"
                 yield Diagnostic(text, f"leave '{outer}' out of `blocks`", f"{LOCATION}.blocks")
 
-    def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if sharding.sequence_sharding is not None:
-            text = "attention exchanges tokens with other ranks inside blocks, which are compiled"
-            yield Diagnostic(text, "remove the strategy, or set cp = 1", LOCATION)
-
     def rewrite(self, program: Program, view: RankView, job: Job) -> Program:
         if "W" in program.kinds:
             text = "the schedule splits backwards, and that of a compiled block is one unit"
             raise PlanError(text, fix='choose another schedule: "1f1b", say', location=LOCATION)
+        for action in (action for role in program.roles for action in role.actions):
+            if self._is_selected(action.subject) and (kept_ops(action) or is_encoded(action)):
+                text = f"of single operations in '{action.subject}' the results are "
+                text += f"{'kept' if kept_ops(action) else 'encoded'}, and a compiled block has others"
+                fix = "leave the block out of `blocks` here, or in the strategy that keeps or encodes them"
+                raise PlanError(text, fix=fix, location=LOCATION)
         return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         calls = runtime.state.plan.view.model_spec.block_calls
         names = dict.fromkeys(block_of(call) for call in calls if self._is_selected(call))
         runtime.state.patches.compile_forwards(names, BlockCompiler(self, runtime))
+        runtime.state.sequence_runner.set_exchange_call(
+            torch.compiler.disable(call_unchanged, reason="ranks exchange tokens between graphs")
+        )
         return {}
+
+    def inductor_options(self) -> dict[str, Any]:
+        """Returns the options that differ from those of torch._inductor.config, by name."""
+        options = dict[str, Any]()
+        if self.inductor_mode != "default":
+            options |= torch._inductor.list_mode_options(self.inductor_mode, DYNAMIC[self.dynamic])
+        if self.emulate_precision_casts:
+            options["emulate_precision_casts"] = True
+        return options
 
     def _is_selected(self, block_call: str) -> bool:
         return not self.blocks or matches_any(block_call, self.blocks)
 
-
-def _backend_diagnostics(backend: str, mode: str) -> Iterator[Diagnostic]:
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-        yield Diagnostic(
-            f"torch {torch.__version__} has no limit of graphs per call of torch.compile",
-            "install torch 2.13 or later, or remove the strategy",
-            LOCATION,
-        )
-        return
-    if backend not in (known := known_backends()):
-        yield Diagnostic(
-            f"torch.compile has no backend '{backend}'", suggest_name(backend, known), f"{LOCATION}.backend"
-        )
-    elif backend != INDUCTOR and mode != "default":
-        text = f"the mode '{mode}' is one of Inductor, and the backend is '{backend}'"
-        yield Diagnostic(
-            text, f'set backend = "{INDUCTOR}", or leave out inductor_mode', f"{LOCATION}.inductor_mode"
-        )
-    elif backend == INDUCTOR and not torch.accelerator.is_available() and (missing := missing_compiler()):
-        fix = "install g++ or clang++, name it in the environment variable CXX, or remove the strategy"
-        yield Diagnostic(f"Inductor needs a C++ compiler, and {missing}", fix, LOCATION)
+    def _backend_diagnostics(self) -> Iterator[Diagnostic]:
+        if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+            yield Diagnostic(
+                f"torch {torch.__version__} has no limit of graphs per call of torch.compile",
+                "install torch 2.13 or later, or remove the strategy",
+                LOCATION,
+            )
+            return
+        backend, is_inductor = self.backend, self.backend == INDUCTOR
+        if backend not in (known := known_backends()):
+            text = f"torch.compile has no backend '{backend}'"
+            yield Diagnostic(text, suggest_name(backend, known), f"{LOCATION}.backend")
+        elif is_inductor and not torch.accelerator.is_available() and (missing := missing_compiler()):
+            fix = "install g++ or clang++, name it in the environment variable CXX, or remove the strategy"
+            yield Diagnostic(f"Inductor needs a C++ compiler, and {missing}", fix, LOCATION)
+        for name, differs in (
+            ("inductor_mode", self.inductor_mode != "default"),
+            ("emulate_precision_casts", self.emulate_precision_casts),
+        ):
+            if differs and not is_inductor:
+                text = f"{name} is an option of Inductor, and the backend is '{backend}'"
+                yield Diagnostic(text, f'set backend = "{INDUCTOR}", or leave it out', f"{LOCATION}.{name}")
 
 
 @cache
@@ -200,15 +220,13 @@ class BlockCompiler:
             self._call_excluded, reason="what a strategy replaces or counts runs uncompiled"
         )
         self._current_block, self._is_training = "", False
+        self._mode_types = set[type]()
         self._first_step: int | None = None
         self._cause = ""
         self.graphs = CompiledGraphs()
-        given: dict[str, Any] = {}
-        if strategy.inductor_mode != "default":
-            dynamic = DYNAMIC[strategy.dynamic]
-            given["config_patches"] = torch._inductor.list_mode_options(strategy.inductor_mode, dynamic)
+        options = strategy.inductor_options()
         self._backend: Callable[..., Forward] = partial(
-            torch._dynamo.lookup_backend(strategy.backend), **given
+            torch._dynamo.lookup_backend(strategy.backend), **({"config_patches": options} if options else {})
         )
 
     def compile(self, name: str, forward: Forward) -> Forward:
@@ -238,6 +256,7 @@ class BlockCompiler:
         # a pipeline stage looks, once, at what its blocks compute with; no graph appends to a side channel
         if calls_are_intercepted() or capture_marks():
             return forward(*args, **kwargs)
+        self._run_modes_uncompiled()
         self._current_block, self._is_training = name, torch.is_grad_enabled()
         if self._first_step is None:
             self._first_step = self._state.step.number
@@ -248,6 +267,14 @@ class BlockCompiler:
             text = f"the block '{name}' cannot be compiled by {self._strategy.backend}: {cause}"
             fix = "leave it out of the strategy's `blocks`, or try another backend"
             raise PlanError(text, fix=fix, location=LOCATION) from error
+
+    def _run_modes_uncompiled(self) -> None:
+        """Keeps Dynamo from compiling what function modes do for calls between graphs: a graph for each."""
+        for kind in {type(mode) for mode in _get_current_function_mode_stack()} - self._mode_types:
+            self._mode_types.add(kind)
+            frames = torch._dynamo.eval_frame
+            skip = frames.FrameExecStrategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP)
+            frames.set_code_exec_strategy(kind.__torch_function__.__code__, skip)
 
     def _compile_graph(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Forward:
         self._note_graph(graph_module)
@@ -266,7 +293,7 @@ class BlockCompiler:
         self.graphs.blocks.append(self._current_block)
         reason = vars(graph_module)["compile_subgraph_reason"]
         if reason.graph_break:
-            lines = [each for each in reason.user_stack if not each.filename.startswith(TORCH_FOLDER)]
+            lines = [each for each in reason.user_stack if not each.filename.startswith(FOLDERS)]
             place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
             self.graphs.breaks.append((self._current_block, f"{reason.reason.splitlines()[0]}{place}"))
         step, first = self._state.step.number, self._first_step
