@@ -30,6 +30,9 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
             kept, until_rerun = rng.randint(0, saved - 1), rng.randint(0, 6)
             rerun = rng.randint(1, 6), kept + until_rerun, saved, saved + until_rerun
             options.append(ActivationOption("selective", *rerun))
+        if with_options and saved and rng.random() < 0.3:
+            stays = rng.choice((0, rng.randint(0, saved - 1)))
+            options.append(ActivationOption("offload", rng.randint(0, 6), stays, saved, 0, saved - stays))
         blocks.append(
             ChainBlock(
                 f"block{number}",
@@ -75,8 +78,13 @@ def played(blocks: Sequence[ChainBlock], parts: Sequence[Part], loss: int) -> tu
     for part in parts:
         play.forward(part)
     play.see(loss)
+    options = [part.option for part in parts for _ in range(part.first, part.last + 1)]
+    arriving = [0] + [
+        sum(each.arriving_nbytes for each in block.options if each.name == option)
+        for block, option in zip(blocks, options, strict=True)
+    ]
     for part in reversed(parts):
-        play.backward(part)
+        play.backward(part, arriving[part.first])
     return play.peak, play.seconds
 
 
@@ -87,6 +95,10 @@ class _Play:
 
     def see(self, more: int = 0) -> None:
         self.peak = max(self.peak, sum(self.outputs.values()) + sum(self.held.values()) + more)
+
+    def arrive(self, number: int, nbytes: int) -> None:
+        if nbytes:
+            self.held[number] += nbytes
 
     def forward(self, part: Part) -> None:
         for number in range(part.first, part.last + 1):
@@ -101,8 +113,13 @@ class _Play:
             if number > part.first:
                 del self.outputs[number - 1]
 
-    def backward(self, part: Part) -> None:
+    def backward(self, part: Part, arriving: int) -> None:
+        """Plays reruns and backwards of `part`; `arriving` bytes of the block call before it come back ahead
+        of the last run of its first one.
+        """
         last = self.blocks[part.last]
+        if part.first in (part.last, *part.saved):
+            self.arrive(part.first - 1, arriving)
         for number in range(part.first, part.last):
             block = self.blocks[number]
             self.seconds += block.forward_s
@@ -115,6 +132,8 @@ class _Play:
                 self.see(block.saved_nbytes + last.output_nbytes)
         for number in reversed(range(part.first, part.last + 1)):
             block, runs_again = self.blocks[number], part.option in ("", "recompute")
+            if number == part.first and number not in (part.last, *part.saved):
+                self.arrive(number - 1, arriving)
             saved = block.saved_nbytes
             if runs_again and number not in part.saved:
                 self.seconds += block.forward_s

@@ -165,11 +165,12 @@ def test_a_memory_budget_takes_the_predicted_seconds_of_blocks_and_the_plan_keep
     strategies = [{"name": "memory_budget", "budget_mb": 1e6}]
     config = lay_out(tmp_path, strategies=strategies, mesh={"dp_replicate": 1})
     plain = resolve_config(config, [], None)[1].plan
-    assert memory_budget(plain).forward_ms == ()
+    assert (memory_budget(plain).forward_ms, memory_budget(plain).host_gb_per_s) == ((), 0)
     resolved = resolve_config(config, ["--run.hardware", str(tmp_path / "device.toml")], None)
     plan, calls = resolved[1].plan, plain.model_spec.block_calls
     assert len(memory_budget(plan).forward_ms) == len(calls)
     assert min(memory_budget(plan).forward_ms) > 0
+    assert memory_budget(plan).host_gb_per_s == 0  # a CPU has no host
     matmul_ms = memory_budget(plan).matmul_ms
     assert max(matmul_ms) > 0
     assert all(part <= whole for part, whole in zip(matmul_ms, memory_budget(plan).forward_ms, strict=True))
@@ -181,6 +182,20 @@ def test_a_memory_budget_takes_the_predicted_seconds_of_blocks_and_the_plan_keep
     given = [{**strategies[0], "forward_ms": [float(n) for n, _ in enumerate(calls)]}]
     kept = resolve_config(lay_out(tmp_path, strategies=given, mesh={"dp_replicate": 1}), [], None)[1].plan
     assert memory_budget(kept).forward_ms == tuple(given[0]["forward_ms"])
+
+
+def test_a_memory_budget_takes_the_host_link_of_a_gpu(tmp_path: Path):
+    of_device = ["--run.hardware", "h100"]
+    found = []
+    for more in ([], [{"name": "activation_offload"}]):
+        strategies = [{"name": "memory_budget", "budget_mb": 1e6}, *more]
+        config = lay_out(
+            tmp_path, strategies=strategies, mesh={"dp_replicate": 1}, precision={"compute": "bfloat16"}
+        )
+        ready = resolve_config(config, of_device, None)[1]
+        assert memory_budget(ready.plan).forward_ms
+        found.append((memory_budget(ready.plan).host_gb_per_s, "copies 63 GB/s" in " ".join(ready.notes)))
+    assert found == [(63, True), (0, False)]  # activation_offload decides alone what is copied
 
 
 def memory_budget(plan: Plan) -> MemoryBudget:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.parallel.memory.memory_budget import MemoryBudget
+from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.streams import Resource
@@ -81,7 +82,13 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
         tuple(float(f"{1e3 * given.get(call, 0.0):.6g}") for call in calls)
         for given in (seconds, *(_op_seconds(plan, target, op) for op in ("matmul", "attention")))
     )
-    timed = replace(untimed[0], forward_ms=forward_ms, matmul_ms=matmul_ms, attention_ms=attention_ms)
+    timed = replace(
+        untimed[0],
+        forward_ms=forward_ms,
+        matmul_ms=matmul_ms,
+        attention_ms=attention_ms,
+        host_gb_per_s=untimed[0].host_gb_per_s or _host_gb_per_s(plan, target),
+    )
     strategies = [timed if each == untimed[0] else each for each in plan.strategies]
     other = Plan.make(
         plan.job,
@@ -94,7 +101,19 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
         align_bytes=plan.align_bytes,
     )
     note = f"memory_budget: forward_ms of {len(calls)} block calls as predicted on {target.name}"
+    if timed.offers_offload:
+        note += f", which copies {timed.host_gb_per_s:g} GB/s to and from its host"
     return replace(ready, plan=other, notes=(*ready.notes, note))
+
+
+def _host_gb_per_s(plan: Plan, target: ExecutionTarget) -> float:
+    """Returns the rate of the host link in 1e9 bytes per second; 0 if it is unknown, if there is none (on a
+    CPU), or if another strategy copies activations.
+    """
+    has_host = device_of(plan.run.hardware, plan.mesh.world_size) is not None
+    if not has_host or any(isinstance(each, ActivationOffload) for each in plan.strategies):
+        return 0.0
+    return float(f"{target.copy_rates.get('host link', 0.0) / 1e9:.6g}")
 
 
 def _op_seconds(plan: Plan, target: ExecutionTarget, op: str) -> dict[str, float]:

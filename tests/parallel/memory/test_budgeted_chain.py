@@ -45,7 +45,11 @@ def llama_plan(*mine: Strategy) -> Plan:
 
 @pytest.mark.parametrize(
     ("of", "more", "times"),
-    [(planned, (), NOT_MEASURED), (planned, ("gist",), NOT_MEASURED)],
+    [
+        (planned, (), NOT_MEASURED),
+        (planned, ("gist",), NOT_MEASURED),
+        (planned, ("offload",), BlockTimes((1.0, 2.0) * 5, link_rate=1e8)),
+    ],
 )
 def test_every_choice_has_the_peak_of_its_program(
     of: Callable[..., Plan], more: tuple[str, ...], times: BlockTimes

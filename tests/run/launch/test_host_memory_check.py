@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.api import analyze, parallelize
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.hardware.memory_tiers import MemoryTier
@@ -93,6 +94,13 @@ def test_fewer_buffers_are_proposed_for_states_on_a_disk():
     plan = plan_with(*STORES["zero 1"], DiskOffload("/scratch", 3))
     needed = nbytes_of_ranks(plan_with(*STORES["zero 1"], DiskOffload("/scratch", 2)), range(2), HOST)
     assert f"num_buffers = 2, which needs {format_nbytes(needed)}" in refusal(plan, needed)
+
+
+def test_a_memory_budget_without_offload_is_proposed_where_the_host_is_full():
+    times = (1.0,) * len(ANALYZED.model_spec.block_calls)
+    budget = MemoryBudget(choices=("recompute", "offload"), forward_ms=times, host_gb_per_s=1e3, host_gb=1)
+    plan = plan_with(*STORES["ddp"], budget)
+    assert 'leave "offload" out of memory_budget.choices' in refusal(plan, nbytes_of_ranks(plan, [0], HOST))
 
 
 def test_shards_are_proposed_in_place_of_copies():

@@ -9,6 +9,8 @@ the program; else they follow from the trial, without the buffers that single te
     may be dropped  an output that only the next block call reads: what code between blocks reads stays
     selective       an option for every set of kinds of operations whose outputs take less than what is saved;
                     its rerun has the operations that are left, and a call of Python for each of all
+    offload         an option where the seconds and the rate of the host link are known; the first block calls
+                    wait longest, and have it until the host is full
 
 The peak of a choice is that of the program with it: the one that is planned, with what ends before an action
 ends added (what a rerun saves, the gradient of an output).
@@ -18,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations, pairwise
+from math import inf
 from types import MappingProxyType
 
 from meshwright.parallel.memory.activation_checkpointing import (
@@ -27,6 +30,7 @@ from meshwright.parallel.memory.activation_checkpointing import (
     with_kept_inputs,
 )
 from meshwright.parallel.memory.gist import encode_memory, freed_and_added_nbytes, local_relu_activations
+from meshwright.parallel.memory.tiers.activation_offload import saved_activations
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS, BlockOps
@@ -38,6 +42,7 @@ from meshwright.plan.step.memory.activation_budget import (
     ActivationOption,
     ChainBlock,
 )
+from meshwright.plan.step.memory.activation_copies import with_activation_copies
 from meshwright.plan.step.memory.block_call_memory import (
     activation_memory,
     loss_scratch_nbytes,
@@ -64,7 +69,9 @@ from meshwright.plan.step.single_device_program import (
 OPS_PER_BYTE = 20  # operations in the time of a byte read or written, where no seconds are given
 CALL_S, OPS_PER_CALL = 8e-6, 1_000_000  # a call of Python for a torch function, in seconds and operations
 GIST_PASSES = 4  # over each encoded tensor
-SEGMENT, GIST, SELECTIVE = "segment", "gist", "selective"
+HIDDEN_SHARE = 0.01  # of the time of copies, which hidden ones cost too: no more leaves than has to
+BACKWARD_FORWARDS = 2  # a backward has the products of two forwards
+SEGMENT, GIST, SELECTIVE, OFFLOAD = "segment", "gist", "selective", "offload"
 SAVED_OPS: Mapping[str, tuple[str, ...]] = MappingProxyType(  # by option: kinds of operations, as in `save`
     {
         f"save {' and '.join(ops)}": ops
@@ -78,11 +85,14 @@ MAX_TRIED = 64  # choices that are tried on a program
 @dataclass(frozen=True)
 class BlockTimes:
     """Milliseconds of the forward of each block call of the model, in order, and of the operations of a kind
-    in it; empty where they are not known.
+    in it; empty where they are not known. `link_rate`: bytes per second that the host link moves one way, or
+    0; `host_nbytes`: those of host memory that activations may use.
     """
 
     forward_ms: Sequence[float] = ()
     op_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    link_rate: float = 0.0
+    host_nbytes: float = inf
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class BudgetedChain:
         stage_end = {call: each.block_calls[-1] for each in stages for call in each.block_calls}
         live, peak, dropped = dict[str, int](), 0, dict[tuple[str, int | None], list[str]]()
         for action in actions:
-            live |= {each.name: each.nbytes for each in action.allocations}
+            live |= {each.name: each.nbytes for each in action.allocations if each.tier == "device"}
             more = 0
             if action.kind == "RECOMPUTE":
                 more = outputs[action.subject]
@@ -146,13 +156,13 @@ def apply_choice(actions: list[Action], choice: ActivationChoice, view: RankView
     relu = view.model_spec.relu_activations
     encoded = [each for each in relu if choice.options[each.block_call] == GIST]
     edited = encode_memory(actions, encoded, view, job) if encoded else actions
-    if not choice.segments:
-        return edited
-    edited = with_kept_inputs(recompute_segments(edited, choice.segments), view, job)
+    if choice.segments:
+        edited = with_kept_inputs(recompute_segments(edited, choice.segments), view, job)
     for name, ops in SAVED_OPS.items():
         calls = [block_call for block_call, option in choice.options.items() if option == name]
         edited = keep_outputs(edited, calls, ops, view, job) if calls else edited
-    return edited
+    offloaded = {block_call for block_call, option in choice.options.items() if option == OFFLOAD}
+    return with_activation_copies(edited, saved_activations(edited, offloaded)) if offloaded else edited
 
 
 def budgeted_chain(
@@ -186,6 +196,9 @@ def budgeted_chain(
         options[block_call] += [option] if GIST in choices else []
     for block_call, option in _selective_options(largest, job, num_samples, saved, seconds, times):
         options[block_call] += [option] if SELECTIVE in choices and block_call in may_rerun_alone else []
+    if OFFLOAD in choices and times.forward_ms and times.link_rate:
+        for block_call, option in _offload_options(sized, view, saved, seconds, times):
+            options[block_call].append(option)
     blocks = (
         ChainBlock(
             block_call,
@@ -373,6 +386,32 @@ def _selective_options(
             added = max(0.0, seconds[block_call] - kept_s) + num_calls * call_s
             rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
             yield block_call, ActivationOption(name, added, kept.nbytes, saved[block_call], rerun)
+
+
+def _offload_options(
+    actions: Sequence[Action],
+    view: RankView,
+    saved: Mapping[str, int],
+    seconds: Mapping[str, float],
+    times: BlockTimes,
+) -> Iterator[tuple[str, ActivationOption]]:
+    """Yields the block calls whose saved activations may rest on the host, and what that takes: what is seen
+    of copies beside the forward and the backward of the next block call.
+    """
+    calls, free = view.model_spec.block_calls, times.host_nbytes
+    out, in_flight = dict[str, int](), _max_in_flight(actions)
+    last = view.plan.model_spec.block_calls[-1]  # its backward follows at once
+    for each in saved_activations(actions, {*calls} - {last, *view.plan.encoded_calls}):
+        call = each.forward.subject
+        out[call] = max(out.get(call, 0), each.nbytes)
+    for call, behind in zip(calls, (*calls[1:], calls[-1]), strict=True):
+        nbytes = out.get(call, 0)
+        free -= nbytes * in_flight[call]
+        if nbytes and free >= 0:
+            copy_s, beside_s = nbytes / times.link_rate, seconds[behind]
+            added = max(0.0, copy_s - beside_s) + max(0.0, copy_s - BACKWARD_FORWARDS * beside_s)
+            added += 2 * copy_s * HIDDEN_SHARE
+            yield call, ActivationOption(OFFLOAD, added, saved[call] - nbytes, saved[call], 0, nbytes)
 
 
 def _droppable_outputs(view: RankView) -> frozenset[str]:

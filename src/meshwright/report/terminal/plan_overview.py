@@ -91,7 +91,8 @@ TOO_LARGE_ON_DISK = (
 )
 UNKNOWN_HOST = (
     "{} {} of host memory, and the memory of the host is not known: write host_gb in a [device] table, "
-    "or bound that of each rank (host_gb of offload, disk_offload or activation_offload)"
+    "or bound that of each rank (host_gb of offload, disk_offload, activation_offload or "
+    "memory_budget)"
 )
 MORE = "--actions shows dtypes, memory of other ranks, stages and every action"
 

@@ -1,6 +1,6 @@
 """Compares what a plan keeps in the memory and on the disk of a host with what is free, before ranks start.
 
-    on an accelerator    host tier: what offload, disk_offload and activation_offload keep there
+    on an accelerator    host tier: what offload, disk_offload, activation_offload, memory_budget keep there
     on the CPU           device tier and host tier: both are the memory of the host
     disk tier            the files of the ranks, on the disk of the folder
 
@@ -23,6 +23,8 @@ from meshwright.model.analysis.plan_for_model import check_plan_for_model
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.budgeted_chain import OFFLOAD
+from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.hardware.memory_tiers import MemoryTier
@@ -110,6 +112,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, tuple[Strategy, ...], int]]:
         elif isinstance(old, Offload):
             text = f'name = "disk_offload", with a {TRIED_FOLDER}, in place of offload'
             yield text, _replaced(plan, old, DiskOffload(folder=TRIED_FOLDER)), plan.micro_batch
+        elif isinstance(old, MemoryBudget) and old.offers_offload:
+            new = replace(old, choices=tuple(each for each in old.choices if each != OFFLOAD), host_gb=None)
+            yield 'leave "offload" out of memory_budget.choices', _replaced(plan, old, new), plan.micro_batch
         elif isinstance(old, DiskOffload):
             for count in range(old.num_buffers - 1, 0, -1):
                 new = replace(old, num_buffers=count)

@@ -44,7 +44,8 @@ blocks are as measured in a trial (`activation_checkpointing`), and those of exp
 The file is made in full at the start, without a name: the system removes it with the process. A step that
 keeps more than the plan expects (experts, longer sequences) makes it longer, or ends with the error of a
 full disk. `disk_offload` may use the same folder.
-Limits: refused are block calls whose saved activations `gist` encodes, and inputs of checkpointed blocks in
+Limits: refused are block calls whose saved activations `gist` encodes, `memory_budget` with block calls that
+it offloads itself, and inputs of checkpointed blocks in
 models that write in place into what blocks return. Tensors that a user's autograd function keeps by itself,
 not by save_for_backward, stay. A write in place into a saved tensor is an error, as it is without.
 Paper: Rhu et al. 2016, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
@@ -52,7 +53,7 @@ Design", MICRO, arXiv 1602.08124 (section III); Rajbhandari et al. 2021, "ZeRO-I
 (section 5.2: checkpoints of activations on the CPU, and on NVMe).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -197,6 +198,18 @@ class ActivationOffload(Strategy):
 
     def _is_selected(self, block_call: str) -> bool:
         return not self.blocks or matches_any(block_call, self.blocks)
+
+
+def saved_activations(
+    actions: Sequence[Action], block_calls: Collection[str], prefetch: int = 1
+) -> list[LeavingActivations]:
+    """Returns what leaves of `block_calls` that do not run again: what autograd saves inside them. It comes
+    back `prefetch` backwards before their own.
+    """
+    finder = _LeavingFinder.of(actions, prefetch)
+    forwards = (index for index, action in enumerate(actions) if action.kind == "F")
+    found = (finder.saved(index) for index in forwards if actions[index].subject in block_calls)
+    return [each for each in found if each.nbytes]
 
 
 @dataclass(frozen=True)

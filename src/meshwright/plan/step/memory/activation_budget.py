@@ -6,7 +6,7 @@ then (`ActivationOption`):
 
     keep          0 s      a bytes held           recompute     one forward      0 bytes held
     selective     a part of a forward: operations whose outputs are held do not run in it
-    others        as they say: encoded values (`gist`)
+    others        as they say: encoded values (`gist`), a copy on the host (`offload`)
 
 Several block calls in a row may be a *segment* (recomputed_segments.py): their outputs but the last are not
 held either. Before its backward all of them run again; each but the last saves its a bytes then, or runs a
@@ -19,6 +19,8 @@ hold between the two: their outputs, those inside segments left out, and what th
     backward of i                  P_i + o_i + a_i + s_i
     its rerun, if it is alone      P_i + o_i + r_i + o_i            r_i: a_i, and what is held for the rerun
                                                                     alone; the gradient of its output
+    both, if i - 1 is on the host  as much and a_i-1, which comes back meanwhile; in a segment that begins at
+                                   i from the rerun of i that saves on
     backward in a segment          P_a + Q_i + o_i + a_i + s_i      Q_i: o, and a if saved, of a .. i-1
     first rerun in a segment       P_a + Q_i + o_i + a_i + 2 o_b    its end b keeps o_b and a gradient
     the loss                       P_n + its own bytes
@@ -28,7 +30,8 @@ last block call to the first. It keeps the *front*: all pairs of bytes and secon
 another in both. Bytes are those above P_i, so nothing depends on the budget: the front of the chain has the
 answer for every budget, and its first pair has the least bytes with which anything works.
 
-    front_i = best of   front_i+1 + P of an option of i        for every option
+    front_i = best of   front_i+1 + P of an option of i        for every option; front_i+1 with or without
+                                                               what comes back meanwhile
                         front_b+1 + front of the reruns i .. b    for every segment that begins at i
 
 Fronts are exact up to a number of points. Longer ones keep, in equal ranges of bytes, the fastest pair each.
@@ -60,7 +63,8 @@ ROUNDING = 1e-12  # sums of seconds in another order are equal
 class ActivationOption:
     """A way to have what a block call saves when its backward runs: `seconds` beyond those of a step that
     keeps everything, bytes held between forward and backward, bytes during the backward, and bytes when its
-    rerun ends; 0: it does not run again.
+    rerun ends; 0: it does not run again. `arriving_nbytes` come back during the backward of the block call
+    behind it, and its rerun.
     """
 
     name: str
@@ -68,6 +72,7 @@ class ActivationOption:
     held_nbytes: int
     backward_nbytes: int
     rerun_nbytes: int = 0
+    arriving_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,10 @@ class _Point(NamedTuple):
     behind: "_Point | None" = None
 
 
+Points = dict[int, list[_Point]]  # by the bytes that come back during the first backward
+Reruns = dict[int, list[_Rerun]]
+
+
 class ActivationBudget:
     """The front of a chain of block calls, whose loss takes `loss_nbytes`; without `use_segments`, every
     block call keeps its input.
@@ -141,16 +150,22 @@ class ActivationBudget:
         self._blocks, self._use_segments = tuple(blocks), use_segments
         count = len(self._blocks)
         self._max_length = count if count <= SHORT_CHAIN else max(SHORT_CHAIN, 2 * isqrt(count))
-        self._max_points = max(MIN_POINTS, MAX_STEPS // max(1, count * self._max_length))
-        fronts: list[list[_Point]] = [[] for _ in range(count)] + [[_Point(loss_nbytes, 0.0)]]
+        # by block call, the bytes that may come back during its backward
+        self._arrivals = [{0}, *({0, *(each.arriving_nbytes for each in block.options)} for block in blocks)]
+        num_fronts = sum(map(len, self._arrivals[:-1]))
+        self._max_points = max(MIN_POINTS, MAX_STEPS // max(1, num_fronts * self._max_length))
+        fronts: list[Points] = [{} for _ in range(count)]
+        fronts.append({arriving: [_Point(loss_nbytes, 0.0)] for arriving in self._arrivals[count]})
         reruns = [list(self._rerun_fronts(last)) for last in range(count)]  # by last, then by length - 2
         for first in reversed(range(count)):
-            points: list[Way] = list(self._single_block(first, fronts[first + 1]))
-            for last in range(first + 1, min(count, first + self._max_length)):
-                if last - first - 1 < len(reruns[last]):
-                    points += self._segment(first, last, reruns[last][last - first - 1], fronts[last + 1])
-            fronts[first] = [_Point(*point) for point in _front(points, self._max_points)]
-        self._front = fronts[0]
+            for arriving in self._arrivals[first]:
+                points: list[Way] = list(self._single_block(first, fronts[first + 1], arriving))
+                for last in range(first + 1, min(count, first + self._max_length)):
+                    if last - first - 1 < len(reruns[last]):
+                        ways = reruns[last][last - first - 1][arriving]
+                        points += self._segment(first, last, ways, fronts[last + 1][0])
+                fronts[first][arriving] = [_Point(*point) for point in _front(points, self._max_points)]
+        self._front = fronts[0][0]
 
     def choices(self) -> list[ActivationChoice]:
         """Returns the choices of which none has fewer bytes and fewer seconds than another, by bytes."""
@@ -165,20 +180,22 @@ class ActivationBudget:
         """Returns the choice with the least bytes."""
         return self._choice(self._front[0])
 
-    def _single_block(self, number: int, ahead: Sequence[_Point]) -> Iterator[Way]:
-        """Yields points, as tuples, in which block call `number` is no part of a longer segment."""
+    def _single_block(self, number: int, ahead: Points, arriving: int) -> Iterator[Way]:
+        """Yields points, as tuples, in which block call `number` is no part of a longer segment, and
+        `arriving` bytes come back during its backward.
+        """
         block = self._blocks[number]
         for option in _options(block):
             held = block.output_nbytes + option.held_nbytes
             rerun = option.rerun_nbytes + block.output_nbytes if option.rerun_nbytes else 0
-            own = block.output_nbytes + max(rerun, option.backward_nbytes + block.scratch_nbytes)
-            for point in ahead:
+            own = block.output_nbytes + max(rerun, option.backward_nbytes + block.scratch_nbytes) + arriving
+            for point in ahead[option.arriving_nbytes]:
                 nbytes = _with_waiting(block, point.nbytes, held, own)
                 yield nbytes, point.seconds + option.seconds, option, None, number, point
 
-    def _rerun_fronts(self, last: int) -> Iterator[list[_Rerun]]:
-        """Yields the front of the reruns of each segment that ends with block call `last`, of 2, 3, ... block
-        calls.
+    def _rerun_fronts(self, last: int) -> Iterator[Reruns]:
+        """Yields the fronts of the reruns of each segment that ends with block call `last`, of 2, 3, ...
+        block calls, by the bytes that come back during the backward of its first.
         """
         end = self._blocks[last]
         if not (self._use_segments and end.can_rerun):
@@ -189,20 +206,14 @@ class ActivationBudget:
             block = self._blocks[number]
             if not (block.can_rerun and block.can_drop_output):
                 return
-            output, saved = block.output_nbytes, block.saved_nbytes
-            own = output + saved + block.scratch_nbytes
-            again = output + saved + max(block.scratch_nbytes, output, 2 * end.output_nbytes)
-            held = output + saved
-            ways = [
-                (max(each.nbytes + held, own), each.seconds + block.reload_s, True, each) for each in front
-            ]
-            if saved:
-                ways += [
-                    (max(each.nbytes + output, again), each.seconds + block.forward_s, False, each)
-                    for each in front
+            fronts = {
+                arriving: [
+                    _Rerun(*way) for way in _front(_reruns(block, end, front, arriving), self._max_points)
                 ]
-            front = [_Rerun(*way) for way in _front(ways, self._max_points)]
-            yield front
+                for arriving in self._arrivals[number]
+            }
+            yield fronts
+            front = fronts[0]
 
     def _segment(
         self, first: int, last: int, reruns: Sequence[_Rerun], ahead: Sequence[_Point]
@@ -238,6 +249,21 @@ class ActivationBudget:
                 segments.append(RecomputedSegment(calls, frozenset(_saved_calls(calls, point.rerun))))
             number, point = point.last + 1, point.behind
         return ActivationChoice(peak, seconds, options, tuple(segments))
+
+
+def _reruns(block: ChainBlock, end: ChainBlock, behind: Sequence[_Rerun], arriving: int) -> Iterator[Way]:
+    """Yields reruns, as tuples, of a segment from `block` to `end`, which go on as those `behind`; `arriving`
+    bytes come back from the rerun of `block` that saves on.
+    """
+    output, saved = block.output_nbytes, block.saved_nbytes
+    own = output + saved + block.scratch_nbytes
+    last = output + saved + max(block.scratch_nbytes, output) + arriving
+    again = max(last, output + saved + 2 * end.output_nbytes)
+    for each in behind:
+        nbytes = max(each.nbytes + output + saved, own) + arriving
+        yield nbytes, each.seconds + block.reload_s, True, each
+        if saved:
+            yield max(each.nbytes + output, again), each.seconds + block.forward_s, False, each
 
 
 def _saved_calls(calls: Sequence[str], rerun: _Rerun | None) -> Iterator[str]:
