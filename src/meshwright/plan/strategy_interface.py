@@ -108,17 +108,17 @@ class ActivationName:
     (a position or keyword), or returns ("": all that it returns, else at this index; SUM_SLOT: the sum before
     its bias is added, in which the layers `others` have summands too).
 
-    `first_sample` is the first of a chunk of the samples of a microbatch. Without a module it is what
-    attention takes or returns, and `places(is_backward)` tells which part of the whole a rank sends of the
-    value, or of its gradient: by dim, the size of the whole and the positions in it, -1 for padding. Slices
-    along `part_dim` are coded apart, so that one that goes to several ranks has the same codes. `is_recoded`:
-    it has been named before, and is coded once more on its way.
+    `samples` are the first sample of a chunk of a microbatch, and how many it has (None: all). Without a
+    module it is what attention takes or returns, and `places(is_backward)` tells which part of the whole a
+    rank sends of the value, or of its gradient: by dim, the size of the whole and the positions in it, -1 for
+    padding. Slices along `part_dim` are coded apart, so that one that goes to several ranks has the same
+    codes. `is_recoded`: it has been named before, and is coded once more on its way.
     """
 
     module: str
     side: Literal["input", "output"]
     slot: str = ""
-    first_sample: int = 0
+    samples: tuple[int, int] | None = None
     places: Callable[[bool], Mapping[int, tuple[int, Sequence[int]]]] | None = None
     part_dim: int | None = None
     others: tuple[str, ...] = ()

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 
-from meshwright.api import parallelize, trace, verify
+from meshwright.api import analyze, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
@@ -66,6 +68,14 @@ def test_chunks_send_the_same_bytes_in_more_messages():
     assert found[3][:3] == sorted(found[3][:3], reverse=True), (
         "the first chunks have the samples that are left over"
     )
+
+
+def test_chunks_are_samples_where_a_model_merges_samples_and_tokens():
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 6, "ffn_dim": 53, "max_position_embeddings": 32}
+    config = transformers.OPTConfig(vocab_size=67, hidden_size=48, word_embed_proj_dim=48, dropout=0, **sizes)
+    analyzed = analyze(transformers.OPTForCausalLM(config), batches(1)[0], loss=token_cross_entropy())
+    analyzed, plan = planned(analyzed, Mesh(tp=2), (TensorParallel(num_overlap_chunks=3),), 4)
+    assert_exact(analyzed, plan, batches(1))
 
 
 def test_a_lost_weight_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -128,7 +128,7 @@ class BlockCodeObserver:
         is_first_run, keys = action.kind in FORWARD_KINDS, list[tuple[str, ...]]()
         for module in (name.module, *name.others):
             place = module, name.side, name.slot
-            self._num_uses[place] += name.first_sample == 0 and not name.is_recoded
+            self._num_uses[place] += (name.samples is None or name.samples[0] == 0) and not name.is_recoded
             keys.append((action.subject, *place, str(self._num_uses[place])))
             if is_first_run:
                 nothing = torch.zeros(0, dtype=torch.int64)
@@ -249,10 +249,11 @@ class ObservedUse:
         self, shape: list[int], positions: dict[int, list[int]]
     ) -> tuple[tuple[int, ...], torch.Tensor]:
         plan, num_rows = self.state.plan, shape[0]
-        num_samples = next(iter(self.state.step.microbatches[self.microbatch].values())).shape[0]
-        per_sample = max(1, num_rows // num_samples)  # a chunk has fewer samples, in rows of one each
+        num_read = next(iter(self.state.step.microbatches[self.microbatch].values())).shape[0]
+        first_of_chunk, num_samples = self.name.samples or (0, num_read)
+        per_sample = num_rows // num_samples
         first = plan.microbatch_starts(plan.data_index(self.state.world.rank))[self.microbatch]
-        first += self.name.first_sample
+        first += first_of_chunk
         shape[0] = plan.job.train.batch * per_sample
         positions[0] = list(range(first * per_sample, first * per_sample + num_rows))
         return tuple(shape), _places(tuple(shape), positions)

@@ -14,16 +14,16 @@ Cost: dY of the colwise layers is kept a moment longer. Chunks cost smaller mess
 over chunks of the weight gradients: they pay on links on which a message takes longer than that. Two ranks of
 one host over gloo (2 cores, which the messages need too; 25 M Llama, 2 x 128 tokens): nothing gained in CPU,
 and 4 % lost with 2 chunks.
-Limits: a weight that is cast, or whose rows are selected, has its gradient at once. Chunks are samples: one
-has none.
+Limits: a weight that is cast, or whose rows are selected, has its gradient at once. Chunks are samples, also
+where a model merges samples and tokens (Ernie's and Qwen2's shared experts, OPT): one has none.
 Paper: Narayanan et al. 2021, arXiv 2104.04473 (Megatron-LM's asynchronous tensor-parallel all-reduce); Wang
 et al. 2022, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models" (ASPLOS 2023).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -53,13 +53,14 @@ def linear_deferring_weight_grad(
 
 
 def run_in_chunks(
-    x: torch.Tensor, num_chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: SendFn
+    x: torch.Tensor, sizes: Sequence[int], compute: Callable[[torch.Tensor], torch.Tensor], send: SendFn
 ) -> torch.Tensor:
-    """Returns `send(compute(x), None)` in chunks of samples: each is computed while the one before is sent.
+    """Returns `send(compute(x), None)` in chunks of `sizes` samples: each is computed while the one before is
+    sent.
 
     `send(y, overlap)` sends y, and calls `overlap()` meanwhile.
     """
-    parts = split_samples(x, num_chunks)
+    parts = split_samples(x, sizes)
     if len(parts) == 1:
         return send(compute(x), None)
     mode, ready = torch.is_grad_enabled(), [compute(parts[0])]
@@ -72,10 +73,12 @@ def run_in_chunks(
     return torch.cat([*sent, send(ready.pop(), None)])
 
 
-def split_samples(x: torch.Tensor, num_chunks: int) -> tuple[torch.Tensor, ...]:
-    """Returns `x` in chunks of samples."""
-    num_chunks = min(num_chunks, x.shape[0])
-    return (x,) if num_chunks <= 1 else x.tensor_split(num_chunks)
+def split_samples(x: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Returns `x` in chunks of `sizes` samples. A model may have merged samples and tokens: then each sample
+    has several rows of x.
+    """
+    ends = [len(x) * end // sum(sizes) for end in accumulate(sizes)]
+    return (x,) if len(sizes) == 1 else x.tensor_split(ends[:-1])
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +30,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.comm.collectives.redistribute import OverlapFn, deferred_backward_calls
 from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
-from meshwright.parallel.tensor.comm_overlap import linear_deferring_weight_grad, run_in_chunks, split_samples
+from meshwright.parallel.tensor.comm_overlap import (
+    chunk_sizes,
+    linear_deferring_weight_grad,
+    run_in_chunks,
+    split_samples,
+)
 from meshwright.parallel.tensor.joint_sum import JointSumMember, add_summand, joint_sum_members
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
@@ -203,6 +209,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
         dict[str, dict[int | str, Redistribution]](),
     )
     sum_members = joint_sum_members(joint_sums(view.model_spec.layer_calls, layer_shardings))
+    microbatches = {action.name: action.microbatch for action in runtime.state.plan.actions}
     for call in {(call.name, call.role): call for call in view.model_spec.layer_calls}.values():
         layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
         if layer_sharding is not None:
@@ -215,7 +222,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                 call.name,
                 partial(
                     _layer_forward,
-                    (runtime, call.name),
+                    (runtime, call.name, microbatches),
                     layer_sharding,
                     leaves,
                     came,
@@ -301,7 +308,7 @@ def _gate_with_redistributions(
 
 
 def _layer_forward(
-    of: tuple[Runtime, str],
+    of: tuple[Runtime, str, Mapping[str, int | None]],
     layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
@@ -311,7 +318,7 @@ def _layer_forward(
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
-    runtime, layer = of
+    runtime, layer, microbatches = of
     given: Any = x if x is None else came.get(x, x)
     taken, into = ActivationName(layer, "input", "0"), layer_sharding.input_redistribution
     x = x if given is not x else apply_redistribution(runtime, x, into, name=taken)
@@ -335,24 +342,29 @@ def _layer_forward(
             layer_sharding.output_redistribution.dst,
             runtime.state.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
+    sizes = chunk_sizes(_num_samples(runtime, microbatches, x), layer_sharding.num_chunks)
     waiting: Iterator[torch.Tensor] = iter(())
     if joint_sum_member is not None:
         inputs, others = joint_sum_member.collect()
-        waiting, biases = iter(split_samples(inputs, layer_sharding.num_chunks)), [*biases, *others]
-    num_sent, slot = 0, SUM_SLOT if layer_sharding.output_is_partial else ""
+        waiting, biases = iter(split_samples(inputs, sizes)), [*biases, *others]
+    slot = SUM_SLOT if layer_sharding.output_is_partial else ""
     summed = () if joint_sum_member is None else joint_sum_member.joint_sum.layers[:-1]
+    samples = zip(accumulate(sizes, initial=0), sizes, strict=False)  # of each chunk: the first, how many
 
     def send(y: torch.Tensor, overlap: OverlapFn) -> torch.Tensor:
-        nonlocal num_sent
-        name = ActivationName(layer, "output", slot, first_sample=num_sent, others=summed)
-        num_sent += y.shape[0]
+        name = ActivationName(layer, "output", slot, samples=next(samples), others=summed)
         return apply_redistribution(runtime, y, layer_sharding.output_redistribution, overlap, name)
 
     with _saved_for_backward(runtime, layer_sharding, given, taken):
-        y = run_in_chunks(
-            x, layer_sharding.num_chunks, lambda part: add_summand(compute(part), next(waiting, None)), send
-        )
+        y = run_in_chunks(x, sizes, lambda part: add_summand(compute(part), next(waiting, None)), send)
     return y + reduce(torch.add, biases) if biases else y
+
+
+def _num_samples(runtime: Runtime, microbatches: Mapping[str, int | None], x: torch.Tensor) -> int:
+    """Returns the samples of the microbatch of the current action; the rows of `x` where that has none."""
+    given, number = runtime.state.step.microbatches, microbatches.get(runtime.state.current_action)
+    is_known = number is not None and number < len(given)
+    return min(len(x), len(next(iter(given[number].values())))) if is_known else len(x)
 
 
 def _saved_for_backward(
