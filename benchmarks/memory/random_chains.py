@@ -24,15 +24,16 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
         saved = rng.choice((0, rng.randint(1, 40), rng.randint(1, 8)))
         options = []
         if with_options and saved > 2 and rng.random() < 0.3:
-            held = rng.randint(1, saved - 1)
-            options.append(ActivationOption("gist", rng.randint(1, 6), held, held + rng.randint(0, 5)))
+            held, seconds = rng.randint(0, saved - 1), rng.randint(1, 6)
+            options.append(
+                ActivationOption("gist", seconds, held, held + rng.randint(0, 5))
+                if rng.random() < 0.5
+                else ActivationOption("offload", seconds, held, saved, 0, saved - held)
+            )
         if with_options and saved > 1 and rng.random() < 0.3:
             kept, until_rerun = rng.randint(0, saved - 1), rng.randint(0, 6)
             rerun = rng.randint(1, 6), kept + until_rerun, saved, saved + until_rerun
             options.append(ActivationOption("selective", *rerun))
-        if with_options and saved and rng.random() < 0.3:
-            stays = rng.choice((0, rng.randint(0, saved - 1)))
-            options.append(ActivationOption("offload", rng.randint(0, 6), stays, saved, 0, saved - stays))
         blocks.append(
             ChainBlock(
                 f"block{number}",

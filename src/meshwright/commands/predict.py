@@ -82,12 +82,13 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
         tuple(float(f"{1e3 * given.get(call, 0.0):.6g}") for call in calls)
         for given in (seconds, *(_op_seconds(plan, target, op) for op in ("matmul", "attention")))
     )
+    copies_already = any(isinstance(each, ActivationOffload) for each in plan.strategies)
     timed = replace(
         untimed[0],
         forward_ms=forward_ms,
         matmul_ms=matmul_ms,
         attention_ms=attention_ms,
-        host_gb_per_s=untimed[0].host_gb_per_s or _host_gb_per_s(plan, target),
+        host_gb_per_s=untimed[0].host_gb_per_s or (0.0 if copies_already else _host_gb_per_s(target)),
     )
     strategies = [timed if each == untimed[0] else each for each in plan.strategies]
     other = Plan.make(
@@ -106,14 +107,12 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
     return replace(ready, plan=other, notes=(*ready.notes, note))
 
 
-def _host_gb_per_s(plan: Plan, target: ExecutionTarget) -> float:
-    """Returns the rate of the host link in 1e9 bytes per second; 0 if it is unknown, if there is none (on a
-    CPU), or if another strategy copies activations.
+def _host_gb_per_s(target: ExecutionTarget) -> float:
+    """Returns the rate of the host link in 1e9 bytes per second; 0 if it is unknown, or if there is none: on
+    cores, whose memory is that of the host.
     """
-    has_host = device_of(plan.run.hardware, plan.mesh.world_size) is not None
-    if not has_host or any(isinstance(each, ActivationOffload) for each in plan.strategies):
-        return 0.0
-    return float(f"{target.copy_rates.get('host link', 0.0) / 1e9:.6g}")
+    rate = 0.0 if target.cores_per_host else target.copy_rates.get("host link", 0.0)
+    return float(f"{rate / 1e9:.6g}")
 
 
 def _op_seconds(plan: Plan, target: ExecutionTarget, op: str) -> dict[str, float]:
