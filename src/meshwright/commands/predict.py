@@ -15,12 +15,10 @@ from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.streams import Resource
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.memory.memory_names import kept_op_name
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine, on_assumed_host
-from meshwright.planner.program_cost.action_cost import ActionCosts, forward_seconds
+from meshwright.planner.program_cost.action_cost import forward_seconds
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
@@ -80,7 +78,7 @@ def with_forward_times(ready: ResolvedRun) -> ResolvedRun:
         return ready
     forward_ms, matmul_ms, attention_ms = (
         tuple(float(f"{1e3 * given.get(call, 0.0):.6g}") for call in calls)
-        for given in (seconds, *(_op_seconds(plan, target, op) for op in ("matmul", "attention")))
+        for given in (seconds, *(forward_seconds(plan, target, op) for op in ("matmul", "attention")))
     )
     copies_already = any(isinstance(each, ActivationOffload) for each in plan.strategies)
     timed = replace(
@@ -113,20 +111,6 @@ def _host_gb_per_s(target: ExecutionTarget) -> float:
     """
     rate = 0.0 if target.cores_per_host else target.copy_rates.get("host link", 0.0)
     return float(f"{rate / 1e9:.6g}")
-
-
-def _op_seconds(plan: Plan, target: ExecutionTarget, op: str) -> dict[str, float]:
-    """Returns the seconds by which a rerun of each block call is shorter if what `op` returns is kept."""
-    found = dict[str, float]()
-    for role in plan.program.roles:
-        costs = ActionCosts(plan, role.ranks[0], target)
-        for action in role.actions:
-            if action.kind in FORWARD_KINDS:
-                kept = kept_op_name(op, action.subject, action.microbatch)
-                reruns = (replace(action, kind="RECOMPUTE", frees=frees) for frees in ((), (kept,)))
-                whole, rest = (costs.cost(each).seconds for each in reruns)
-                found[action.subject] = max(0.0, whole - rest)
-    return found
 
 
 def device_of(hardware: str, world: int) -> DeviceSpec | None:

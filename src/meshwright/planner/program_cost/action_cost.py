@@ -35,7 +35,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.memory.kept_outputs import kept_ops
-from meshwright.plan.step.memory.memory_names import grad_name
+from meshwright.plan.step.memory.memory_names import grad_name, kept_op_name
 from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS, WEIGHT_GRAD_KINDS
 from meshwright.planner.program_cost.device_time import ExecutionTarget
@@ -430,13 +430,17 @@ def _all_ops(work: OpCounts) -> Iterable[MatmulOp | AttentionOp | MemoryOp]:
     return (*work.matmuls, *work.attention, *work.memory_ops)
 
 
-def forward_seconds(plan: Plan, target: ExecutionTarget) -> dict[str, float]:
+def forward_seconds(plan: Plan, target: ExecutionTarget, kept_op: str = "") -> dict[str, float]:
     """Returns the seconds of the forward of each block call on `target`, with its collectives; {} where the
-    operations of blocks are not known.
+    operations of blocks are not known. With `kept_op`, what a rerun saves if what these return is kept.
     """
     found = dict[str, float]()
     for role in plan.program.roles:
         costs = ActionCosts(plan, role.ranks[0], target)
-        forwards = (action for action in role.actions if action.kind in FORWARD_KINDS)
-        found |= {action.subject: costs.cost(action).seconds for action in forwards if costs.ops_known}
+        for action in (each for each in role.actions if costs.ops_known and each.kind in FORWARD_KINDS):
+            found[action.subject] = costs.cost(action).seconds
+            if kept_op:
+                frees = (), (kept_op_name(kept_op, action.subject, action.microbatch),)
+                whole, rest = (costs.cost(replace(action, kind="RECOMPUTE", frees=each)) for each in frees)
+                found[action.subject] = max(0.0, whole.seconds - rest.seconds)
     return found
