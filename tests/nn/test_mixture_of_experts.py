@@ -247,14 +247,3 @@ def test_groups_that_do_not_divide_a_sample_and_merged_samples_are_refused():
         layer(torch.zeros(2, TOKENS, WIDTH))
     with pytest.raises(mw.PlanError, match=r"shape \(12, 8\); needed is \[samples, tokens, width\]"):
         layer(torch.zeros(2 * TOKENS, WIDTH))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_equal_tokens_experts_take_the_first_however_they_were_rounded(dtype: torch.dtype):
-    router = MixtureOfExperts(2, 3, 2, ExpertChoice(1.0)).to(dtype).router
-    with torch.no_grad():
-        router.weight.copy_(torch.eye(2))
-    rounded = 1 + 8 * torch.finfo(dtype).eps
-    tokens = torch.tensor([[1.0, 0.0], [rounded, 0.0]], dtype=dtype)
-    for hidden in (tokens, tokens.flip(0)):
-        assert ExpertChoice(1.0).route(hidden.unsqueeze(0), router).index.tolist() == [[[0, 1], [2, 2]]]

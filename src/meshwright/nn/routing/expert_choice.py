@@ -9,9 +9,6 @@ many experts as want it: hard tokens many, easy ones perhaps none, which then pa
     p = softmax(W x) over experts,    expert e takes the C tokens with the largest p_e,    weights = p_e
     C = factor x tokens / experts: `factor` experts per token in the mean
 
-Equal tokens have equal scores, but for rounding: so does a token that repeats at the begin of a sample, where
-causal attention sees nothing else. Scores are compared to half of their digits, and of equal ones the first
-is taken; otherwise rounding would choose, and other sizes of a product round otherwise.
 Cost: experts x C rows = factor x tokens, copied once more than by other routings; tokens x experts scores and
 indices.
 Limits: a token's experts depend on all tokens of its group, also later ones. A language model that predicts
@@ -19,7 +16,6 @@ the next token sees its future in training, and cannot be sampled from token by 
 Paper: Zhou et al. 2022, "Mixture-of-Experts with Expert Choice Routing", arXiv 2202.09368 (section 3.2).
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,13 +61,6 @@ class ExpertChoice(GroupRouting):
         num_tokens, num_experts = probabilities.shape[1:]
         size, capacity = self.size_and_capacity(num_tokens, num_experts)
         scores = split_groups(probabilities, size)
-        tokens = round_to_half(scores).sort(dim=1, descending=True, stable=True).indices[:, :capacity]
+        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)
         return join_groups(taken, probabilities), len(scores) * num_experts * capacity
-
-
-def round_to_half(scores: torch.Tensor) -> torch.Tensor:
-    """Returns `scores` rounded to half of the binary digits of their dtype (Dekker 1971)."""
-    num_digits = 1 - math.log2(torch.finfo(scores.dtype).eps)
-    high = scores * (2.0 ** math.ceil(num_digits / 2) + 1)
-    return high - (high - scores)
