@@ -18,7 +18,6 @@ A mapped page that cannot be read ends the process with SIGBUS, without a messag
 or loaded, `load_pages` asks the system for the pages first, which makes it an error (Linux 5.14 and newer).
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -35,6 +34,7 @@ from weakref import finalize
 import torch
 
 from meshwright.comm.collectives.group import Work
+from meshwright.engine.runtime.cpu_allocator import advise_kernel
 from meshwright.plan.hardware.memory_tiers import FILE_BLOCK_NBYTES
 from meshwright.plan.job.errors import PlanError, format_nbytes
 
@@ -201,10 +201,8 @@ def load_pages(tensor: torch.Tensor, *, writes: bool = False) -> None:
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = tensor.data_ptr() + extent * tensor.element_size() - begin
     advice = MADV_POPULATE_WRITE if writes else MADV_POPULATE_READ
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    if not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice)):
-        return
-    if ctypes.get_errno() == errno.EFAULT:  # reading it would raise SIGBUS; other errors: it cannot tell
+    # reading it would raise SIGBUS; other errors: the system cannot tell
+    if advise_kernel(begin, nbytes, advice) == errno.EFAULT:
         error = OSError(errno.EIO, os.strerror(errno.EIO))
         text = f"{format_nbytes(nbytes)} that rest on disk cannot be {'written' if writes else 'read'}"
         text = f"{text}: {error.strerror} (EIO)"

@@ -55,16 +55,19 @@ def use_huge_pages(tensors: Iterable[torch.Tensor]) -> int:
     """
     if sys.platform != "linux":
         return 0
-    madvise, moved = ctypes.CDLL(None, use_errno=True).madvise, 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":  # also that of a fake tensor
-            continue
-        begin = -(-storage.data_ptr() // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
-        nbytes = (storage.data_ptr() + storage.nbytes() - begin) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-        if nbytes <= 0:
-            continue
-        span = ctypes.c_void_p(begin), ctypes.c_size_t(nbytes)
-        madvise(*span, ctypes.c_int(mmap.MADV_HUGEPAGE))
-        moved += 0 if madvise(*span, ctypes.c_int(MADV_COLLAPSE)) else nbytes
+    found = (each.untyped_storage() for each in tensors)  # that of a fake tensor is on no device
+    storages, moved = {each.data_ptr(): each for each in found if each.device.type == "cpu"}, 0
+    for start, storage in storages.items():  # many parameters are views of one
+        begin = -(-start // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+        nbytes = (start + storage.nbytes() - begin) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
+        if nbytes > 0:
+            advise_kernel(begin, nbytes, mmap.MADV_HUGEPAGE)
+            moved += 0 if advise_kernel(begin, nbytes, MADV_COLLAPSE) else nbytes
     return moved
+
+
+def advise_kernel(begin: int, nbytes: int, advice: int) -> int:
+    """Calls madvise for `nbytes` from the address `begin`; returns its error number, 0 if there is none."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    failed = madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), ctypes.c_int(advice))
+    return ctypes.get_errno() if failed else 0

@@ -58,7 +58,7 @@ def record_arrivals(parity_case: ParityCase, world: World, num_steps: int) -> Ar
     read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
     try:
         with world.ledger.pause_recording():
-            for step in range(len(list(batches_of(parity_case, num_steps)))):
+            for step, _ in enumerate(batches_of(parity_case, num_steps)):
                 executor.step(read_batch(step))
             message = torch.full((num_steps * plan.sharding.num_workers,), -1, device=world.device)
             message[: len(given)] = torch.tensor(given, dtype=message.dtype)
