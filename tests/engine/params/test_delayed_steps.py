@@ -18,6 +18,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.sharded_state_dict import TensorShard
+from meshwright.engine.params.delayed_steps import DelayedSteps
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -140,6 +141,28 @@ def test_bits_do_not_depend_on_the_time_that_the_host_takes(store: str):
     wanted = trained(plan, 4)
     with patch.object(OptimizerUpdate, "step", slow_step(OptimizerUpdate.step)):
         assert trained(plan, 4) == wanted
+
+
+def test_no_step_is_under_way_while_pages_are_moved():
+    """A gradient that the thread sets free under a reader ended the process."""
+    under_way, seen, run = [], [], DelayedSteps.run
+
+    def submit(self: DelayedSteps, name: str, step: Callable[[], None]) -> None:
+        def stepped() -> None:
+            step()
+            sleep(0.05)
+            under_way.remove(name)
+
+        under_way.append(name)
+        run(self, name, stepped)
+
+    plan = mixed_plan("zero 3", 1, DELAYED)
+    with (
+        patch.object(DelayedSteps, "run", submit),
+        patch("meshwright.engine.step.executor.use_huge_pages", lambda _: seen.append(list(under_way))),
+    ):
+        trained(plan, 3)
+    assert seen == [[]]
 
 
 @pytest.mark.parametrize("store", STORES)

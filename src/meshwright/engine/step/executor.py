@@ -242,6 +242,7 @@ class StepExecutor:
         if self.state.world.device.type == "cpu":
             trim_heap()
         if is_last and self.state.disk is None:  # tensors of a device stay where they are
+            self.state.offloaded.delayed_steps.wait_for_all()  # a thread that steps replaces gradients
             use_huge_pages(self.state.update.stepped_tensors())
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
