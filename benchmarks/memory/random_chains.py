@@ -34,10 +34,11 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
             kept, until_rerun = rng.randint(0, saved - 1), rng.randint(0, 6)
             rerun = rng.randint(1, 6), kept + until_rerun, saved, saved + until_rerun
             options.append(ActivationOption("selective", *rerun))
+        forward = rng.randint(1, 12)
         blocks.append(
             ChainBlock(
                 f"block{number}",
-                rng.randint(1, 12),
+                forward,
                 rng.randint(1, 20),
                 saved,
                 rng.randint(0, 15),
@@ -45,6 +46,7 @@ def random_chain(rng: Random, most: int, *, with_options: bool = True) -> list[C
                 rng.random() < 0.9,
                 rng.random() < 0.7,
                 reload_s=rng.choice((0, 0, 1, 3)) if saved else 0,
+                unread_s=rng.choice((0, forward // 4)),
             )
         )
     return blocks
@@ -136,8 +138,8 @@ class _Play:
             if number == part.first and number not in (part.last, *part.saved):
                 self.arrive(number - 1, arriving)
             saved = block.saved_nbytes
-            if runs_again and number not in part.saved:
-                self.seconds += block.forward_s
+            if runs_again and number not in part.saved:  # nobody reads its output
+                self.seconds += block.forward_s - block.unread_s
                 self.see(saved + block.output_nbytes)  # the gradient of its output
             self.held.pop(number, None)
             for option in block.options:

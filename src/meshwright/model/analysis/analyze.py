@@ -361,6 +361,7 @@ def _build_model_spec(
             findings.layer_ranges.ranged_calls(divisible.calls, findings.layer_uses.uses),
             PROBE_BATCH,
         ),
+        unread_products=findings.unread_products,
         experts_calls=tuple(findings.experts_calls),
         choice_biases=tuple(choice_biases(module, findings.experts_calls)),
         layer_calls=divisible.calls,

@@ -48,12 +48,13 @@ from meshwright.model.tensor_parallel.vocab_split_search import VocabFlow
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.trial.experts_calls import experts_calls
-from meshwright.model.trial.kept_outputs import OutputStorage, output_storages
+from meshwright.model.trial.kept_outputs import OutputStorage, output_storages, unread_products
 from meshwright.model.trial.layer_costs import LayerRanges, SavedStorage
 from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.model.trial.value_dependent_sizes import ValueDependentSizes
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, BatchNormCall, ExpertsCall, ReluActivations, block_of
+from meshwright.plan.model_spec.op_sizes_and_memory import UnreadProduct
 
 PROBE_BATCH = 3
 SDPA = "scaled_dot_product_attention"
@@ -83,7 +84,7 @@ class TrialFindings:
     number of tensors that left blocks by each side channel; `num_draws`, for each use of a layer, the draws
     of its block call before it; `vocab_flow` follows the weights and outputs of embeddings and heads;
     `layer_ranges` say when layers ran, `saved_storages` what autograd saved meanwhile, and `output_storages`
-    what matrix products and attention made.
+    what matrix products and attention made, `unread_products` the products that a rerun need not compute.
     `user_checkpointed_calls` are the block calls that the model itself recomputes in backward, `table_uses`
     the embeddings that couple the samples of a batch, and `untracked_write_lines` the lines of code in which
     glue writes without a version change. `outside_generators` are those that the forward uses beside torch's
@@ -106,6 +107,7 @@ class TrialFindings:
     layer_ranges: LayerRanges
     saved_storages: list[SavedStorage]
     output_storages: list[OutputStorage]
+    unread_products: tuple[UnreadProduct, ...]
     user_checkpointed_calls: list[str]
     table_uses: list[TableUse]
     batch_norm_calls: list[BatchNormCall]
@@ -232,6 +234,7 @@ def read_trial(recording: Recording) -> TrialFindings:
         layer_ranges=layer_ranges,
         saved_storages=saved.saved_storages(),
         output_storages=output_storages(recording),
+        unread_products=unread_products(recording),
         user_checkpointed_calls=[
             event.block_call for event in recording.events if type(event) is ModelRecompute
         ],

@@ -1,5 +1,5 @@
 """Finds in a recorded forward what matrix products and attention return, for checkpointed block calls that
-keep it.
+keep it, and the products that a rerun need not compute.
 
     matmul       mm, addmm, bmm, baddbmm, linear, convolution
     attention    fused kernels: the output, and the log-sum-exp, which is in float32 at least
@@ -8,6 +8,9 @@ Storages count once. Outputs of the block call itself are none of them, because 
 storages into which it writes: what was returned is lost then, and runs again. What lies between a colwise and
 a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise layer returns is a
 summand on each rank, as large as the sum.
+
+    [norm] [gate up] [silu, times] [down] [add]        a product is unread where autograd saves nothing behind
+                            saved ^  ^ unread          it, and Python reads no value: torch's early stop
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +20,19 @@ from typing import Any
 
 import torch
 
-from meshwright.model.recording.forward_recording import AtenOp, Recording, SavedTensor, TensorRecord
+from meshwright.model.recording.forward_recording import (
+    AtenOp,
+    FunctionCall,
+    ModuleEnd,
+    ModuleStart,
+    Recording,
+    SavedTensor,
+    TensorRecord,
+)
+from meshwright.model.recording.op_table import find_op
 from meshwright.model.trial.layer_costs import LayerCosts
 from meshwright.model.trial.op_counter import count_flops
-from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs
+from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs, UnreadProduct
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
 aten = torch.ops.aten
@@ -41,6 +53,7 @@ KEPT_KERNELS: Mapping[str, frozenset[Any]] = MappingProxyType(
         ),
     }
 )
+LINEAR_KERNELS = frozenset((aten.mm, aten.addmm))  # of one product, whose sizes are those of its operands
 RangedCalls = Sequence[tuple[LayerCall, LayerCosts | None]]
 
 
@@ -134,6 +147,33 @@ def kept_outputs(
             is_sum,
         )
         for (block_call, op, layer, is_sum), group in groups.items()
+    )
+
+
+def unread_products(recording: Recording) -> tuple[UnreadProduct, ...]:
+    """Returns the last products of block calls that no backward reads: a layer without submodules that
+    computes one product there.
+    """
+    open_modules, products, parents = [""], dict[tuple[str, str], list[tuple[int, AtenOp]]](), set[str]()
+    last_read = dict[str, int]()
+    for when, event in enumerate(recording.events):
+        match event:
+            case ModuleStart():
+                parents.add(open_modules[-1])
+                open_modules.append(event.name)
+            case ModuleEnd():
+                open_modules.pop()
+            case SavedTensor():
+                last_read[event.block_call] = when
+            case FunctionCall() if find_op(event.name).kind == "read":
+                last_read[event.block_call] = when
+            case AtenOp() if op_of_kernel(event.packet) and event.block_call:
+                products.setdefault((event.block_call, open_modules[-1]), []).append((when, event))
+    return tuple(
+        UnreadProduct(block_call, layer, count_flops(made[0][1]) // recording.num_samples)
+        for (block_call, layer), made in products.items()
+        if len(made) == 1 and layer and layer not in parents and made[0][1].packet in LINEAR_KERNELS
+        if made[0][0] > last_read.get(block_call, len(recording.events))
     )
 
 

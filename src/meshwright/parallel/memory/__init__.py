@@ -5,6 +5,7 @@ block_patterns              patterns by which a technique chooses blocks
 budgeted_chain              the block calls of a rank as `memory_budget` sees them: bytes, seconds, options
 chunked_loss                LM head and loss run on one chunk of tokens at a time
 compiled_blocks             torch.compile makes few kernels of the operations of each block
+early_stop                  reruns leave out the last product of a block, which no backward reads
 gist                        results of ReLU and max pooling rest as bits and nonzero values
 gist_encodings              these encodings, while a block runs
 memory_budget               blocks keep, recompute or encode activations, as fast as a number of bytes allows

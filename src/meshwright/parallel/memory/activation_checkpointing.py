@@ -19,6 +19,9 @@ of the first run.
     activations = sum_i x_i + max_i [i]          instead of sum_i (x_i + [i])
     operations <= 4/3 of a step's: forward 1, backward 2, second forward at most 1
 
+A rerun leaves out the last product of a block if no backward reads it, as in a transformer layer, whose last
+product is added to the residual stream (early_stop.py).
+
 With `save` a checkpointed block keeps more than its inputs: what operations of these kinds return, below
 autograd. In the rerun they do not run; norms, rotations, activation functions and products of elements do,
 which cost little beside matrix products and hold most of the bytes.
@@ -64,6 +67,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.parallel.memory.early_stop import stop_early
 from meshwright.parallel.memory.selective_outputs import keep_in_forwards
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
@@ -73,6 +77,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.block_call_memory import activation_memory
+from meshwright.plan.step.memory.early_stop import stop_reruns_early
 from meshwright.plan.step.memory.kept_outputs import keep_outputs
 from meshwright.plan.step.memory.memory_names import output_name
 from meshwright.plan.step.memory.recomputed_segments import RecomputedSegment, recompute_segments
@@ -121,11 +126,13 @@ class ActivationCheckpointing(Strategy):
             return actions
         edited = with_kept_inputs(recompute_segments(actions, segments), view, job)
         calls = {block_call for segment in segments for block_call in segment.block_calls}
-        return keep_outputs(edited, calls, self.save, view, job) if self.save else edited
+        edited = keep_outputs(edited, calls, self.save, view, job) if self.save else edited
+        return stop_reruns_early(edited, model_spec)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         if self.save:
             keep_in_forwards(runtime)
+        stop_early(runtime)
         return {}
 
     def _check_kept_outputs(self, model_spec: ModelSpec) -> Iterator[Diagnostic]:

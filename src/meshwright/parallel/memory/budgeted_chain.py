@@ -48,6 +48,7 @@ from meshwright.plan.step.memory.block_call_memory import (
     loss_scratch_nbytes,
     saved_fraction,
 )
+from meshwright.plan.step.memory.early_stop import skipped_fraction, stop_reruns_early
 from meshwright.plan.step.memory.kept_outputs import keep_outputs, kept_outputs_memory
 from meshwright.plan.step.memory.memory_names import (
     SCRATCH,
@@ -161,6 +162,7 @@ def apply_choice(actions: list[Action], choice: ActivationChoice, view: RankView
     for name, ops in SAVED_OPS.items():
         calls = [block_call for block_call, option in choice.options.items() if option == name]
         edited = keep_outputs(edited, calls, ops, view, job) if calls else edited
+    edited = stop_reruns_early(edited, view.model_spec)
     offloaded = {block_call for block_call, option in choice.options.items() if option == OFFLOAD}
     return with_activation_copies(edited, saved_activations(edited, offloaded)) if offloaded else edited
 
@@ -211,6 +213,7 @@ def budgeted_chain(
             block_call in droppable,
             in_flight[block_call],
             OPS_PER_BYTE * saved[block_call] * per_operation,
+            seconds[block_call] * float(skipped_fraction(view.model_spec, block_call)),
         )
         for block_call in view.model_spec.block_calls
     )
@@ -222,9 +225,8 @@ def _largest_actions(
 ) -> Iterator[Action]:
     """Yields `actions` with the bytes of activations of the rank of `largest` alone."""
     num_samples = samples_per_microbatch(actions, view.plan, job)
-    sizes = None
-    if not _is_even(largest, job, num_samples):
-        sizes = _UnevenSizes(view, largest, job, num_samples)
+    even = _is_even(largest, job, num_samples)
+    sizes = None if even else _UnevenSizes(view, largest, job, num_samples)
     for action in actions:
         keeps = action.kind in ACTIVATION_KINDS or action.stream == "recv"
         allocations = tuple(
@@ -243,11 +245,10 @@ def _is_even(largest: RankView, job: Job, num_samples: int) -> bool:
         **{axis: sizes.size(axis) - 1 for axis in largest.plan.param_slice_axes},
     }
     smallest = RankView(largest.plan, location)
-    if len(set(num_tokens_by_rank(largest))) > 1:
-        return False
     numels = [[each.param.numel for each in view.param_shardings] for view in (largest, smallest)]
     memory = [activation_memory(view, job, num_samples) for view in (largest, smallest)]
-    return numels[0] == numels[1] and memory[0] == memory[1]
+    same_tokens = len(set(num_tokens_by_rank(largest))) <= 1
+    return same_tokens and numels[0] == numels[1] and memory[0] == memory[1]
 
 
 class _UnevenSizes:
@@ -376,14 +377,15 @@ def _selective_options(
             if not is_whole or block_call in experts or kept.nbytes >= saved[block_call]:
                 continue
             per_operation = seconds[block_call] / (whole[block_call] or 1)
-            flops = view.work_share.block_shares[block_call].flops * num_samples
-            kept_s = float(flops * kept.flops_fraction) * per_operation
+            flops = view.work_share.block_shares[block_call].flops * num_samples * kept.flops_fraction
+            kept_s = float(flops) * per_operation
             if all(op in times.op_ms for op in ops):
                 kept_s = sum(times.op_ms[op][numbers[block_call]] for op in ops) / 1e3
             call_s = OPS_PER_CALL * per_operation
             call_s = min(call_s, CALL_S) if times.forward_ms else call_s  # less where kernels hide it
             num_calls = 2 * by_call[block_call].forward.num_ops if block_call in by_call else 0
-            added = max(0.0, seconds[block_call] - kept_s) + num_calls * call_s
+            skipped = 0 if "matmul" in ops else skipped_fraction(spec, block_call)
+            added = max(0.0, seconds[block_call] * float(1 - skipped) - kept_s) + num_calls * call_s
             rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
             yield block_call, ActivationOption(name, added, kept.nbytes, saved[block_call], rerun)
 

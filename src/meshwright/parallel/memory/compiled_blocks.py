@@ -65,6 +65,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.memory.early_stop import run_reruns_whole
 from meshwright.plan.step.memory.kept_outputs import kept_ops
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -128,7 +129,7 @@ class CompiledBlocks(Strategy):
                 text += f"{'kept' if kept_ops(action) else 'encoded'}, and a compiled block has others"
                 fix = "leave the block out of `blocks` here, or in the strategy that keeps or encodes them"
                 raise PlanError(text, fix=fix, location=LOCATION)
-        return program
+        return program.edit(lambda actions: run_reruns_whole(actions, self._is_selected))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         calls = runtime.state.plan.view.model_spec.block_calls

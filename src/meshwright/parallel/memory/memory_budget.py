@@ -79,6 +79,7 @@ from meshwright.parallel.memory.budgeted_chain import (
     apply_choice,
     budgeted_chain,
 )
+from meshwright.parallel.memory.early_stop import stop_early
 from meshwright.parallel.memory.gist import encode_forwards, is_encoded
 from meshwright.parallel.memory.selective_outputs import keep_in_forwards
 from meshwright.parallel.memory.tiers.activation_offload import HOST_GB_FIX
@@ -184,6 +185,7 @@ class MemoryBudget(Strategy):
             encode_forwards(runtime, forwards)
         if SELECTIVE in self.choices:
             keep_in_forwards(runtime)
+        stop_early(runtime)
         kinds = {action.kind for action in runtime.state.plan.actions}
         if self.offers_offload and kinds & {*ACTIVATION_COPIES}:
             return KeptTensorCopies(runtime.state).handlers

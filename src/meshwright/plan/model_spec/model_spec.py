@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs, ModelMemory
+from meshwright.plan.model_spec.op_sizes_and_memory import KeptOutputs, ModelMemory, UnreadProduct
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_transfers import StageBoundaries
@@ -302,8 +302,8 @@ class ModelSpec:
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
     batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
     choice; `relu_activations` are results of ReLU and max pooling that autograd saves, `kept_outputs` what
-    matrix products and attention return. `loss_saved_numel`: elements per sample that the loss keeps until
-    its backward.
+    matrix products and attention return, `unread_products` those that no backward reads. `loss_saved_numel`:
+    elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
     """
@@ -335,6 +335,7 @@ class ModelSpec:
     choice_biases: tuple[ChoiceBias, ...] = ()
     relu_activations: tuple[ReluActivations, ...] = ()
     kept_outputs: tuple[KeptOutputs, ...] = ()
+    unread_products: tuple[UnreadProduct, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None
@@ -423,6 +424,7 @@ class ModelSpec:
             experts_calls=tuple(call for call in self.experts_calls if call.block_call in block_calls),
             relu_activations=tuple(each for each in self.relu_activations if each.block_call in block_calls),
             kept_outputs=tuple(each for each in self.kept_outputs if each.block_call in block_calls),
+            unread_products=tuple(each for each in self.unread_products if each.block_call in block_calls),
             choice_biases=tuple(bias for bias in self.choice_biases if bias.block_call in block_calls),
         )
 

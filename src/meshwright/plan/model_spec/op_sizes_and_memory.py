@@ -11,7 +11,7 @@ parameters and casts of them. They are sharded as the parameters are, which the 
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -87,6 +87,17 @@ class KeptOutputs:
     def saved_nbytes(self, width: int) -> int:
         """Returns the bytes of those that autograd saves."""
         return self.saved_numel * width + self.wide_saved_numel * max(width, WIDE_NBYTES)
+
+
+@dataclass(frozen=True)
+class UnreadProduct:
+    """A layer whose matrix product is the last thing in `block_call` that a backward may need: nothing saves
+    what it returns, or what follows from it. `flops` are its operations per sample.
+    """
+
+    block_call: str
+    layer: str
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -272,6 +283,17 @@ class OpCounts:
         """Returns the operations without those of the kinds `ops` of KEPT_OPS."""
         matmuls = () if "matmul" in ops else self.matmuls
         return OpCounts(matmuls, () if "attention" in ops else self.attention, self.memory_ops)
+
+    def without_product(self, flops: int) -> "OpCounts":
+        """Returns the operations without one matrix product of `flops` operations per sample; all if there is
+        none.
+        """
+        found = next((each for each in self.matmuls if each.flops(1) == flops * each.count), None)
+        others = tuple(each for each in self.matmuls if each is not found)
+        if found is None:
+            return self
+        rest = (replace(found, count=found.count - 1),) if found.count > 1 else ()
+        return replace(self, matmuls=(*others, *rest))
 
     @property
     def num_ops(self) -> int:

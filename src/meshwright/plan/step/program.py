@@ -233,7 +233,8 @@ class Action:
     actions, `previous_waits` names of actions of the last step that ran them, which run on beside this one.
 
     `inner_transfers` are collectives inside the action: a block with sharded matrices communicates while it
-    runs. With a `period`, it runs only in the steps that end a round.
+    runs. With a `period`, it runs only in the steps that end a round. Of `skipped_layers`, in a rerun, the
+    products do not run.
     """
 
     kind: str
@@ -249,6 +250,7 @@ class Action:
     inner_transfers: tuple[Transfer, ...] = ()
     previous_waits: tuple[str, ...] = ()
     period: Period | None = None
+    skipped_layers: tuple[str, ...] = ()
 
     def runs_in(self, step: int) -> bool:
         """Returns whether it runs in `step`, counted from 0."""

@@ -152,12 +152,14 @@ class ActionCosts:
     def _forward_seconds(self, action: Action) -> float:
         """Returns the seconds of the forward of a block call, without what a rerun takes as it was kept."""
         kept = kept_ops(action) if action.kind in RECOMPUTE_KINDS else ()
-        if not kept:
+        if not (kept or action.skipped_layers):
             return self._cached_call_seconds(action, "forward")
         if self._model_ops is None:
             saved_nbytes = sum(allocation.nbytes for allocation in action.allocations)
             return self._unseen_seconds(action.flops, saved_nbytes)
         work = self._model_ops.by_block_call[action.subject].forward.subtract(kept)
+        for each in self._view.model_spec.unread_products if action.skipped_layers else ():
+            work = work.without_product(each.flops) if each.block_call == action.subject else work
         return self._ops_seconds(work, self._rank_fraction(action.subject), backward=False)
 
     def _cached_call_seconds(self, action: Action, direction: str) -> float:

@@ -231,7 +231,7 @@ def _action_runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
 
     def key(numbered: tuple[int, Action]) -> tuple[object, ...]:
         number, action = numbered
-        alike = action.kind, action.microbatch, kept_ops(action)
+        alike = action.kind, action.microbatch, kept_ops(action), bool(action.skipped_layers)
         return alike if action.kind in PARAM_USE_KINDS else (number,)
 
     for _, run in groupby(enumerate(actions), key=key):
@@ -275,6 +275,8 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     if ops := kept_ops(first):
         verb = "takes" if first.kind == "RECOMPUTE" else "keeps"
         yield f"{verb} what {' and '.join(ops)} returned"
+    if first.skipped_layers:
+        yield "without the last product, which no backward reads"
     yield from _transfer_texts(run)
     flops = sum(action.flops for action in run)
     holds = [hold for action in run for hold in action.allocations]

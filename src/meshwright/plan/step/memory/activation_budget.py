@@ -79,7 +79,8 @@ class ActivationOption:
 class ChainBlock:
     """One block call of a chain. `saved_nbytes` are what it saves inside, `scratch_nbytes` what its backward
     needs beyond that and its output. `options` are ways besides keeping and recomputing it. `reload_s`: it
-    takes so much longer to read what an early rerun has saved than what the last one has.
+    takes so much longer to read what an early rerun has saved than what the last one has. A rerun whose
+    output nobody reads takes `unread_s` less than a forward.
 
     `can_rerun`: it may run again. `can_drop_output`: only the next block call reads its output, so a segment
     may go on behind it. `in_flight` is the number of microbatches whose backward it waits for.
@@ -95,6 +96,7 @@ class ChainBlock:
     can_drop_output: bool = False
     in_flight: int = 1
     reload_s: float = 0.0
+    unread_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,8 @@ class ActivationBudget:
         self, first: int, last: int, reruns: Sequence[_Rerun], ahead: Sequence[_Point]
     ) -> Iterator[Way]:
         """Yields points, as tuples, in which block calls `first` to `last` are a segment."""
-        end, seconds = self._blocks[last], sum(block.forward_s for block in self._blocks[first : last + 1])
+        end = self._blocks[last]
+        seconds = sum(block.forward_s for block in self._blocks[first : last + 1]) - end.unread_s
         held = end.output_nbytes
         if max(block.in_flight for block in self._blocks[first : last + 1]) > 1:
             for point in ahead:
@@ -263,7 +266,8 @@ def _reruns(block: ChainBlock, end: ChainBlock, behind: Sequence[_Rerun], arrivi
         nbytes = max(each.nbytes + output + saved, own) + arriving
         yield nbytes, each.seconds + block.reload_s, True, each
         if saved:
-            yield max(each.nbytes + output, again), each.seconds + block.forward_s, False, each
+            third_s = block.forward_s - block.unread_s
+            yield max(each.nbytes + output, again), each.seconds + third_s, False, each
 
 
 def _saved_calls(calls: Sequence[str], rerun: _Rerun | None) -> Iterator[str]:
@@ -276,7 +280,8 @@ def _saved_calls(calls: Sequence[str], rerun: _Rerun | None) -> Iterator[str]:
 def _options(block: ChainBlock) -> Iterator[ActivationOption]:
     yield ActivationOption(KEEP, 0.0, block.saved_nbytes, block.saved_nbytes)
     if block.can_rerun and block.saved_nbytes:
-        yield ActivationOption(RECOMPUTE, block.forward_s, 0, *2 * (block.saved_nbytes,))
+        seconds = block.forward_s - block.unread_s
+        yield ActivationOption(RECOMPUTE, seconds, 0, *2 * (block.saved_nbytes,))
     yield from block.options
 
 
