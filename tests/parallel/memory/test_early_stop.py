@@ -32,6 +32,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import UnreadProduct
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
+from meshwright.report.terminal.action_table import plan_details
 from tests.engine.one_device import bits
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import case_of, executor_of, tiny_job, verdict_of
