@@ -38,6 +38,7 @@ SHARED = (
     "server/stale_updates",
     "memory/block_patterns",
     "memory/budgeted_chain",
+    "memory/early_stop",
     "memory/gist_encodings",
     "memory/selective_outputs",
     "tiers/offload_actions",

@@ -228,3 +228,13 @@ def test_a_rerun_that_something_reads_is_whole():
     assert skipped(compiled) == [DOWN.format(1)]
     whole = {(each.subject, each.kind): each.flops for each in compiled.for_rank(0).actions}
     assert whole["model.layers.0", "RECOMPUTE"] == whole["model.layers.0", "F_CHECKPOINTED"]
+
+
+def test_a_rerun_whose_output_the_next_block_takes_is_whole():
+    model = analyzed_llama(num_hidden_layers=6)
+    plan = planned(model, MemoryBudget(0.7, choices=("recompute", "segment")))
+    reruns = [each for each in plan.for_rank(0).actions if each.kind == "RECOMPUTE"]
+    handing_on = [each for each in reruns if any("output" in hold.name for hold in each.allocations)]
+    assert len(handing_on) == 1
+    assert not handing_on[0].skipped_layers
+    assert trained(model, plan)[0] == trained(model, planned(model))[0]
