@@ -1,6 +1,6 @@
 """Caches in a model's code: a trial must leave no fake tensors in them."""
 
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshwright.api import analyze, verify
-from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
+from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, clear_fake_caches
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.odd_llama import batches, planned
@@ -103,3 +103,20 @@ def test_real_tensors_stay_cached():
         places(4)
     clear_fake_caches(Tabled())
     assert places.cache_info().currsize == 0
+
+
+def test_a_cache_that_another_thread_fills_meanwhile_is_read():
+    """Its dict changed its size while it was iterated: here a value that is looked at adds one."""
+
+    @cache
+    def filled(number: int) -> object:
+        return Filling()
+
+    class Filling(dict):
+        def values(self) -> object:
+            filled(len(self) + filled.cache_info().currsize)
+            return super().values()
+
+    filled(0)
+    clear_caches_with_fakes([filled])
+    assert filled.cache_info().currsize == 2

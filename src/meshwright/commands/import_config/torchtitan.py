@@ -190,7 +190,10 @@ RULES: dict[str, Rule] = {
         f"{A}per_op_sac_force_recompute_mm_shapes_by_fqns",
     ),
     **dropped("the second forward draws the same numbers", f"{A}preserve_rng_state", f"{A}determinism_check"),
-    **dropped("a block that runs again leaves out its last product, if no backward reads it, in any case", f"{A}early_stop"),
+    **dropped(
+        "a block that runs again leaves out its last product, if no backward reads it, in any case",
+        f"{A}early_stop",
+    ),
     **dropped("other operations in the rerun are an error", f"{A}debug"),
     **refused(
         "a share of the activations is not known before a trial",

@@ -48,9 +48,9 @@ def clear_caches_with_fakes(caches: Iterable[LRUCache]) -> None:
 
 
 def _cached_values(cache: LRUCache) -> list[Any]:
-    # a cache without a limit keeps its results in a dict
+    # a cache without a limit keeps its results in a dict, which other threads may fill meanwhile
     found = gc.get_referents(cache)
-    return [*found, *(value for each in found if type(each) is dict for value in each.values())]
+    return [value for each in found for value in (list(each.values()) if type(each) is dict else (each,))]
 
 
 @functools.cache
