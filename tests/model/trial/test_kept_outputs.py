@@ -35,8 +35,7 @@ def test_a_llama_layer_returns_what_the_formula_says_each_with_the_layer_that_sh
         linear("self_attn.o_proj", HIDDEN, HIDDEN, 0, is_sum=True),
         linear("mlp.gate_proj", HIDDEN, INNER, INNER),
         linear("mlp.up_proj", HIDDEN, INNER, INNER),
-        linear("mlp.down_proj", INNER, HIDDEN, 0, is_sum=True),
-    ]
+    ]  # what down_proj returns is added to the residual stream, and nothing reads it
 
 
 class Layer(nn.Module):

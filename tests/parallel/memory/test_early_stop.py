@@ -40,6 +40,7 @@ from tests.tiny_model import case_of, executor_of, tiny_job, verdict_of
 CPU = torch.device("cpu")
 ALL = ActivationCheckpointing(blocks=("*layers.*",))
 DOWN = "model.layers.{}.mlp.down_proj"
+KEEPS_PRODUCTS = ActivationCheckpointing(blocks=("*layers.*",), save=("matmul", "attention"))
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
@@ -150,6 +151,15 @@ def test_reruns_leave_one_product_per_layer_out_and_change_no_bit(precision: Pre
     assert products == [plain[0] + per_forward, *2 * [plain[0] + per_forward - 2]]  # the first is whole
 
 
+def test_the_last_product_is_not_kept_where_others_are():
+    usual, plain = trained(analyzed_llama(), planned(analyzed_llama()))
+    plan = planned(analyzed_llama(), KEEPS_PRODUCTS)
+    found, products = trained(analyzed_llama(), plan)
+    assert found == usual
+    assert products == [plain[0] + 2, *2 * [plain[0]]]
+    assert {each.flops for each in plan.for_rank(0).actions if each.kind == "RECOMPUTE"} == {0}
+
+
 def test_operations_of_a_rerun_are_those_that_run():
     plan, spec = planned(analyzed_llama(), ALL), analyzed_llama().model_spec
     flops = {each.subject: each.flops for each in plan.for_rank(0).actions if each.kind == "F_CHECKPOINTED"}
@@ -208,6 +218,8 @@ CASES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "sp 3": (Mesh(tp=3), (TensorParallel(), SequenceParallel(), ALL)),
     "pp 2, zero 3": (Mesh(pp=2, dp_shard=2), (SPLIT, Pipeline(schedule="1f1b"), ZeRO(stage=3), ALL)),
     "attention is kept": (Mesh(), (ActivationCheckpointing(blocks=("*",), save=("attention",)),)),
+    "products are kept": (Mesh(), (KEEPS_PRODUCTS,)),
+    "products are kept, tp 2": (Mesh(tp=2), (TensorParallel(), KEEPS_PRODUCTS)),
     "budget": (Mesh(dp_shard=2), (SPLIT, DDP("dp_shard"), MemoryBudget(0.0))),
 }
 
@@ -221,10 +233,8 @@ def test_it_equals_one_device(case: str):
     assert verdict.passed, str(verdict)
 
 
-def test_a_rerun_that_something_reads_is_whole():
-    saved = planned(analyzed_llama(), ActivationCheckpointing(blocks=("*",), save=("matmul",)))
+def test_a_compiled_block_runs_again_whole():
     compiled = planned(analyzed_llama(), ALL, CompiledBlocks(blocks=("model.layers.0",), backend="eager"))
-    assert skipped(saved) == []
     assert skipped(compiled) == [DOWN.format(1)]
     whole = {(each.subject, each.kind): each.flops for each in compiled.for_rank(0).actions}
     assert whole["model.layers.0", "RECOMPUTE"] == whole["model.layers.0", "F_CHECKPOINTED"]

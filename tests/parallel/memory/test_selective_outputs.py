@@ -205,10 +205,10 @@ def test_a_kept_output_out_of_order_is_noticed_by_its_shape():
 
 def test_kept_outputs_of_one_shape_that_change_places_are_noticed(monkeypatch: pytest.MonkeyPatch):
     class Swapped(TakeOutputs):
-        def __init__(self, ops, kept, block_call) -> None:
+        def __init__(self, ops, kept, *more) -> None:
             if kept[1].called_with == kept[2].called_with:  # keys and values
                 kept[1], kept[2] = kept[2], kept[1]
-            super().__init__(ops, kept, block_call)
+            super().__init__(ops, kept, *more)
 
     plan = planned("llama", FLOAT64, checkpointing("matmul"))
     usual = verdict_of(case_of(analyzed("llama"), plan))

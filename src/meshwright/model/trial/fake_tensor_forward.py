@@ -213,6 +213,7 @@ def read_trial(recording: Recording) -> TrialFindings:
     layer_uses, num_draws, use_times = _read_layer_uses(recording)
     saved, couplings = SavedActivations(recording, boundaries.kept_storages), BatchCoupling(recording)
     layer_ranges, of_samples = LayerRanges(recording, use_times), recording.num_samples
+    unread = unread_products(recording)
     return TrialFindings(
         block_calls=block_calls,
         flops=[flops // of_samples for flops in layer_ranges.block_flops],
@@ -233,8 +234,8 @@ def read_trial(recording: Recording) -> TrialFindings:
         vocab_flow=VocabFlow(recording),
         layer_ranges=layer_ranges,
         saved_storages=saved.saved_storages(),
-        output_storages=output_storages(recording),
-        unread_products=unread_products(recording),
+        output_storages=output_storages(recording, unread),
+        unread_products=tuple(unread.values()),
         user_checkpointed_calls=[
             event.block_call for event in recording.events if type(event) is ModelRecompute
         ],

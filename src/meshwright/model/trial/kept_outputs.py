@@ -5,15 +5,15 @@ keep it, and the products that a rerun need not compute.
     attention    fused kernels: the output, and the log-sum-exp, which is in float32 at least
 
 Storages count once. Outputs of the block call itself are none of them, because they are held anyway, and no
-storages into which it writes: what was returned is lost then, and runs again. What lies between a colwise and
-a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what the rowwise layer returns is a
-summand on each rank, as large as the sum.
+storages into which it writes: what was returned is lost then, and runs again. Nor is what nothing reads.
+What lies between a colwise and a rowwise layer is sharded with the rowwise layer, as in layer_costs.py; what
+the rowwise layer returns is a summand on each rank, as large as the sum.
 
     [norm] [gate up] [silu, times] [down] [add]        a product is unread where autograd saves nothing behind
                             saved ^  ^ unread          it, and Python reads no value: torch's early stop
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,12 +77,14 @@ def op_of_kernel(packet: Any) -> str:
     return next((op for op, kernels in KEPT_KERNELS.items() if packet in kernels), "")
 
 
-def output_storages(recording: Recording) -> list[OutputStorage]:
-    """Returns what matrix products and attention have made in the block calls of a recording, in order."""
+def output_storages(recording: Recording, unread: Container[int] = ()) -> list[OutputStorage]:
+    """Returns what matrix products and attention have made in the block calls of a recording, in order, but
+    for the events `unread`.
+    """
     saved = {event.tensor.storage for event in recording.events if type(event) is SavedTensor}
     seen, found = {*recording.boundaries.kept_storages, *_overwritten(recording)}, list[OutputStorage]()
     for when, event in enumerate(recording.events):
-        if type(event) is not AtenOp or not event.block_call:
+        if type(event) is not AtenOp or not event.block_call or when in unread:
             continue
         op = op_of_kernel(event.packet)
         for index, made in enumerate(event.outputs if op else ()):
@@ -150,9 +152,9 @@ def kept_outputs(
     )
 
 
-def unread_products(recording: Recording) -> tuple[UnreadProduct, ...]:
-    """Returns the last products of block calls that no backward reads: a layer without submodules that
-    computes one product there.
+def unread_products(recording: Recording) -> dict[int, UnreadProduct]:
+    """Returns the last products of block calls that no backward reads, by the index of their event: a layer
+    without submodules that computes one product there.
     """
     open_modules, products, parents = [""], dict[tuple[str, str], list[tuple[int, AtenOp]]](), set[str]()
     last_read = dict[str, int]()
@@ -169,12 +171,12 @@ def unread_products(recording: Recording) -> tuple[UnreadProduct, ...]:
                 last_read[event.block_call] = when
             case AtenOp() if op_of_kernel(event.packet) and event.block_call:
                 products.setdefault((event.block_call, open_modules[-1]), []).append((when, event))
-    return tuple(
-        UnreadProduct(block_call, layer, count_flops(made[0][1]) // recording.num_samples)
+    return {
+        made[0][0]: UnreadProduct(block_call, layer, count_flops(made[0][1]) // recording.num_samples)
         for (block_call, layer), made in products.items()
         if len(made) == 1 and layer and layer not in parents and made[0][1].packet in LINEAR_KERNELS
         if made[0][0] > last_read.get(block_call, len(recording.events))
-    )
+    }
 
 
 class _Shardings:

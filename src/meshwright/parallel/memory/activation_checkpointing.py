@@ -30,17 +30,17 @@ which cost little beside matrix products and hold most of the bytes.
     "matmul"       outputs of mm, addmm, bmm, baddbmm, linear, convolution    attention, elementwise
     "attention"    outputs and log-sum-exp of fused attention kernels         matrix products, elementwise
 
-    both, in a Llama layer: 4 h + 2 k + 2 f + n numbers per token, with h features, f inside of the MLP, k of
+    both, in a Llama layer: 3 h + 2 k + 2 f + n numbers per token, with h features, f inside of the MLP, k of
     keys and n heads; no matrix product runs again
 
-    F_CHECKPOINTED   the inputs, and the outputs of [q k v] [attend] [o] [gate up] [down]
-    RECOMPUTE        norm [.] rotate [.] [.] add norm [.] silu, times [.] add         [.]: taken in order
+    F_CHECKPOINTED   the inputs, and the outputs of [q k v] [attend] [o] [gate up]
+    RECOMPUTE        norm [.] rotate [.] [.] add norm [.] silu, times    add          [.]: taken in order
 
-Sums and rotations save none of their operands, so what [q k v], [o] and [down] return is held only until the
-rerun; the rest is a part of what the rerun saves, and is held until the backward. torchtitan's
-`selective_ac_option = "op"` keeps every second matrix product; Megatron's `recompute-granularity selective`
-recomputes attention alone, which a fused kernel does inside of its backward. An output that the block
-overwrites is not kept. Collectives inside blocks run again.
+Sums and rotations save none of their operands, so what [q k v] and [o] return is held only until the rerun,
+and the output of the last product is not kept at all; the rest is a part of what the rerun saves, and is held
+until the backward. torchtitan's `selective_ac_option = "op"` keeps every second matrix product; Megatron's
+`recompute-granularity selective` recomputes attention alone, which a fused kernel does inside of its
+backward. An output that the block overwrites is not kept. Collectives inside blocks run again.
 
 `blocks` selects block calls by patterns ("model.layers.*"); a user who declares parts of a layer as blocks
 (attention, mlp) selects among those. Blocks without intermediate activations are never recomputed. To
@@ -130,9 +130,9 @@ class ActivationCheckpointing(Strategy):
         return stop_reruns_early(edited, model_spec)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        unread = stop_early(runtime)
         if self.save:
-            keep_in_forwards(runtime)
-        stop_early(runtime)
+            keep_in_forwards(runtime, unread)
         return {}
 
     def _check_kept_outputs(self, model_spec: ModelSpec) -> Iterator[Diagnostic]:

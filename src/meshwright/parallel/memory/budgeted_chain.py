@@ -239,12 +239,8 @@ def _largest_actions(
 
 def _is_even(largest: RankView, job: Job, num_samples: int) -> bool:
     """Returns whether all ranks with the role of `largest` have slices as large."""
-    sizes = largest.plan.mesh
-    location = {
-        **largest.coordinate,
-        **{axis: sizes.size(axis) - 1 for axis in largest.plan.param_slice_axes},
-    }
-    smallest = RankView(largest.plan, location)
+    ends = {axis: largest.plan.mesh.size(axis) - 1 for axis in largest.plan.param_slice_axes}
+    smallest = RankView(largest.plan, {**largest.coordinate, **ends})
     numels = [[each.param.numel for each in view.param_shardings] for view in (largest, smallest)]
     memory = [activation_memory(view, job, num_samples) for view in (largest, smallest)]
     same_tokens = len(set(num_tokens_by_rank(largest))) <= 1
@@ -377,15 +373,15 @@ def _selective_options(
             if not is_whole or block_call in experts or kept.nbytes >= saved[block_call]:
                 continue
             per_operation = seconds[block_call] / (whole[block_call] or 1)
-            flops = view.work_share.block_shares[block_call].flops * num_samples * kept.flops_fraction
-            kept_s = float(flops) * per_operation
+            flops, unread = view.work_share.block_shares[block_call].flops, skipped_fraction(spec, block_call)
+            left_out_s = float(flops * num_samples * (kept.flops_fraction + unread)) * per_operation
             if all(op in times.op_ms for op in ops):
-                kept_s = sum(times.op_ms[op][numbers[block_call]] for op in ops) / 1e3
+                left_out_s = sum(times.op_ms[op][numbers[block_call]] for op in ops) / 1e3
+                left_out_s += 0.0 if "matmul" in ops else float(unread) * seconds[block_call]
             call_s = OPS_PER_CALL * per_operation
             call_s = min(call_s, CALL_S) if times.forward_ms else call_s  # less where kernels hide it
             num_calls = 2 * by_call[block_call].forward.num_ops if block_call in by_call else 0
-            skipped = 0 if "matmul" in ops else skipped_fraction(spec, block_call)
-            added = max(0.0, seconds[block_call] * float(1 - skipped) - kept_s) + num_calls * call_s
+            added = max(0.0, seconds[block_call] - left_out_s) + num_calls * call_s
             rerun = saved[block_call] + kept.nbytes - kept.saved_nbytes
             yield block_call, ActivationOption(name, added, kept.nbytes, saved[block_call], rerun)
 

@@ -18,6 +18,7 @@ block runs to its end. A compiled block does, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,27 +29,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.model.blocks.checkpointing import tensors_with_graph
 from meshwright.model.trial.kept_outputs import LINEAR_KERNELS
 from meshwright.plan.model_spec.model_spec import block_of
+from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 from meshwright.plan.strategy_interface import Runtime
 
 PRODUCT_NODES = ("AddmmBackward0", "MmBackward0")
 
 
-def stop_early(runtime: Runtime) -> None:
-    """Makes the reruns of the rank leave out the products that its actions say."""
-    products = _UnreadProducts(runtime)
+def stop_early(runtime: Runtime) -> "UnreadProducts":
+    """Makes the reruns of the rank leave out the products that its actions say; returns these."""
+    products = UnreadProducts(runtime)
     actions = products.actions.values()
     for block in dict.fromkeys(block_of(action.subject) for action in actions):
         runtime.state.patches.wrap_forward(block, products.run_block)
     for layer in dict.fromkeys(layer for action in actions for layer in action.skipped_layers):
         runtime.state.patches.wrap_forward(layer, partial(products.run_layer, layer))
+    return products
 
 
-class _UnreadProducts:
-    """The layers of one rank whose products reruns leave out, and what their first reruns have shown."""
+class UnreadProducts:
+    """The layers of one rank whose products reruns leave out, and what their first reruns have shown.
+    `are_running`: such a layer runs, whose output is not kept for a rerun.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._state = runtime.state
         self.actions = {each.name: each for each in runtime.state.plan.actions if each.skipped_layers}
+        self._layers = {  # by the names of the first runs and of the reruns
+            replace(each, kind=kind).name: each.skipped_layers
+            for each in self.actions.values()
+            for kind in (CHECKPOINTED_FORWARD, each.kind)
+        }
+        self.are_running = False
         self._is_unread: dict[str, bool] = {}  # by block call
         self._returned: list[torch.Tensor] = []  # by the layers, in the first rerun of a block call
 
@@ -69,8 +80,15 @@ class _UnreadProducts:
 
     def run_layer(self, layer: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `layer`, in a rerun that leaves out its product without it."""
-        action = self.actions.get(self._state.current_action)
-        if action is None or layer not in action.skipped_layers or not torch.is_grad_enabled():
+        self.are_running = layer in self._layers.get(self._state.current_action, ())
+        try:
+            return self._run_layer(forward, *args, **kwargs)
+        finally:
+            self.are_running = False
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        action = self.actions.get(self._state.current_action) if self.are_running else None
+        if action is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._is_unread.get(action.subject):
             with _WithoutProducts():

@@ -183,9 +183,9 @@ class MemoryBudget(Strategy):
         forwards = [each for each in runtime.state.plan.actions if each.kind == "F" and is_encoded(each)]
         if GIST in self.choices:
             encode_forwards(runtime, forwards)
+        unread = stop_early(runtime)
         if SELECTIVE in self.choices:
-            keep_in_forwards(runtime)
-        stop_early(runtime)
+            keep_in_forwards(runtime, unread)
         kinds = {action.kind for action in runtime.state.plan.actions}
         if self.offers_offload and kinds & {*ACTIVATION_COPIES}:
             return KeptTensorCopies(runtime.state).handlers

@@ -7,7 +7,7 @@ what is below: a norm, an activation function or a sum costs one call of Python,
     rerun         x --- norm ---  |   --- silu ---  |   --- y'      its kernel does not run
 
 Below autograd, so that the graph of the rerun is that of any run: its nodes save what they always save, and
-what was kept is the same memory.
+what was kept is the same memory. Of a product that no backward reads (early_stop.py) nothing is kept.
 """
 
 from collections import deque
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.recording.op_table import find_op
 from meshwright.model.trial.kept_outputs import KEPT_KERNELS
+from meshwright.parallel.memory.early_stop import UnreadProducts
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.step.memory.kept_outputs import kept_ops
@@ -56,17 +57,22 @@ class _KeptCall:
 
 
 class _Kernels(TorchDispatchMode):
-    """While active, `run(func, args, kwargs)` gives what operations of the kinds `ops` return."""
+    """While active, `run(func, args, kwargs)` gives what operations of the kinds `ops` return, but for
+    `unread` products.
+    """
 
-    def __init__(self, ops: Iterable[str], run: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(
+        self, ops: Iterable[str], unread: UnreadProducts | None, run: Callable[[Any, Any, Any], Any]
+    ) -> None:
         super().__init__()
         self._packets = frozenset().union(*(KEPT_KERNELS[op] for op in ops))
-        self._run = run
+        self._unread, self._run = unread, run
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._overloadpacket in self._packets:
+        is_unread = self._unread is not None and self._unread.are_running
+        if func._overloadpacket in self._packets and not is_unread:
             return self._run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -74,9 +80,11 @@ class _Kernels(TorchDispatchMode):
 class _AroundKernels(TorchFunctionMode):
     """While active, has `run` wherever a torch function may call kernels of `ops`."""
 
-    def __init__(self, ops: Iterable[str], run: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(
+        self, ops: Iterable[str], unread: UnreadProducts | None, run: Callable[[Any, Any, Any], Any]
+    ) -> None:
         super().__init__()
-        self._kernels = _Kernels(ops, run)
+        self._kernels = _Kernels(ops, unread, run)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -88,10 +96,12 @@ class _AroundKernels(TorchFunctionMode):
 
 
 class KeepOutputs(_AroundKernels):
-    """While active, keeps what operations of the kinds `ops` return, in `kept`, in order."""
+    """While active, keeps what operations of the kinds `ops` return, in `kept`, in order, but for `unread`
+    products.
+    """
 
-    def __init__(self, ops: Iterable[str]) -> None:
-        super().__init__(ops, self._keep)
+    def __init__(self, ops: Iterable[str], unread: UnreadProducts | None = None) -> None:
+        super().__init__(ops, unread, self._keep)
         self.kept = deque[_KeptCall]()
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -107,13 +117,19 @@ class KeepOutputs(_AroundKernels):
 
 class TakeOutputs(_AroundKernels):
     """While active, operations of the kinds `ops` return what `kept` holds, in order, and do not run: but for
-    those whose outputs something has overwritten.
+    those whose outputs something has overwritten, and `unread` products.
 
     Raises PlanError, with the name `block_call`, for other operations than were kept.
     """
 
-    def __init__(self, ops: Iterable[str], kept: deque[_KeptCall], block_call: str) -> None:
-        super().__init__(ops, self._take)
+    def __init__(
+        self,
+        ops: Iterable[str],
+        kept: deque[_KeptCall],
+        block_call: str,
+        unread: UnreadProducts | None = None,
+    ) -> None:
+        super().__init__(ops, unread, self._take)
         self._kept, self._block_call = kept, block_call
 
     def _take(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -134,18 +150,19 @@ class TakeOutputs(_AroundKernels):
             raise _other_operations(f"{text}first run: {_text(self._kept[0].called_with)}")
 
 
-def keep_in_forwards(runtime: Runtime) -> None:
-    """Makes block calls keep, and take, what the actions of the rank say."""
+def keep_in_forwards(runtime: Runtime, unread: UnreadProducts) -> None:
+    """Makes block calls keep, and take, what the actions of the rank say, but for `unread` products."""
     actions = {action.name: action for action in runtime.state.plan.actions if kept_ops(action)}
     kept: dict[tuple[str, int | None], deque[_KeptCall]] = {}
     for block in dict.fromkeys(block_of(action.subject) for action in actions.values()):
-        runtime.state.patches.wrap_forward(block, partial(_run, runtime, actions, kept))
+        runtime.state.patches.wrap_forward(block, partial(_run, runtime, actions, kept, unread))
 
 
 def _run(
     runtime: Runtime,
     actions: Mapping[str, Action],
     kept: dict[tuple[str, int | None], deque[_KeptCall]],
+    unread: UnreadProducts,
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
@@ -155,12 +172,12 @@ def _run(
         return forward(*args, **kwargs)
     key, ops = (action.subject, action.microbatch), kept_ops(action)
     if action.kind == CHECKPOINTED_FORWARD:
-        keeping = KeepOutputs(ops)
+        keeping = KeepOutputs(ops, unread)
         with keeping:
             outputs = forward(*args, **kwargs)
         kept[key] = keeping.kept
         return outputs
-    taking = TakeOutputs(ops, kept.pop(key), action.subject)
+    taking = TakeOutputs(ops, kept.pop(key), action.subject, unread)
     with taking:
         outputs = forward(*args, **kwargs)
     taking.check_all_taken()
