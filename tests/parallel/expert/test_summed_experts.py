@@ -4,6 +4,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.plan.step.program import Transfer
+from tests.nn.test_mixture_of_experts import analyzed_decoder, batch
 from tests.parallel.expert.mixture_model import TOKENS, analyzed_mixtral, expert_strategies, sgd_job
 
 ROW, CHOICE = 4 * 16, 4 * 2  # bytes of a token, and of the weights of its two experts
@@ -32,3 +33,17 @@ def test_tokens_return_before_they_are_summed_and_so_do_gradients():
     forward, backward = ([each.collective for each in transfers_of(kind, plan)] for kind in "FB")
     assert forward == ["all_to_all", *["all_to_all_v"] * 2, "all_reduce"]
     assert backward == [*["all_to_all_v"] * 2, *["all_reduce"] * 2]
+
+
+@pytest.mark.parametrize(("cp", "rows"), [(1, 12), (2, 12), (3, 8)])
+@pytest.mark.parametrize("strategy", [mw.ExpertParallel(("tp",)), mw.ExpertTensorParallel()], ids=str)
+def test_experts_that_choose_tokens_sum_a_row_for_each_choice_that_a_rank_may_have(
+    strategy: mw.Strategy, cp: int, rows: int
+):
+    analyzed = analyzed_decoder("expert choice")  # 6 tokens, 4 experts with 3 each
+    strategies = (strategy, *((mw.RingAttention(), mw.DDP("cp")) if cp > 1 else ()))
+    plan = mw.make_plan(analyzed, sgd_job(), mw.Mesh(cp=cp, tp=2), strategies, 4)
+    action = next(each for each in plan.for_rank(0).actions if each.name == "F(layers.1, 0)")
+    sums = [each.nbytes for each in action.inner_transfers if each.axes == ("tp",)]
+    assert sums == [4 * rows * 8 * 4]
+    mw.verify(analyzed, plan, [batch(0)]).raise_if_failed()

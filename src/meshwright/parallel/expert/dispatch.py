@@ -113,18 +113,10 @@ def call_position(call: ExpertsCall, view: RankView) -> float:
 
 
 def tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
-    """Returns how many tokens of a sample a rank gives to the experts."""
-    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
-
-
-def most_tokens_per_sample(call: ExpertsCall, view: RankView) -> int:
-    """Returns how many rows a rank may give to the experts for a sample: all tokens, if experts choose among
-    those of all ranks.
+    """Returns how many tokens of a sample a rank gives to the experts; of those that experts choose, its
+    share of them.
     """
-    sequence_info = view.plan.model_spec.sequence_info
-    if sequence_info and call.num_tokens != sequence_info.num_sharded_tokens(call.block_call, call.name):
-        return call.num_tokens
-    return tokens_per_sample(call, view)
+    return int(call.num_tokens * view.work_share.token_fraction(call.block_call, call.name))
 
 
 class _Unfinished(NamedTuple):

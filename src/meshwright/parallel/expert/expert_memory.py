@@ -29,6 +29,7 @@ from meshwright.plan.model_spec.op_sizes_and_memory import AroundExperts, Expert
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.step.memory.block_call_memory import (
     block_memories,
+    expert_rows_fraction,
     local_param_fractions,
     saved_fraction,
 )
@@ -181,19 +182,21 @@ class _CallMemory:
 class _BlockExperts:
     """The calls of experts in one block call, each with the load that is expected, and the largest one.
 
-    `fractions` are those that the rank has of the saved activations, of the tokens, and of the parameters.
+    `fractions` are those that the rank has of the saved activations, of the tokens, and of the parameters;
+    `rows` that of the rows of experts.
     """
 
     around: AroundExperts
     num_samples: int
     fractions: tuple[Fraction, Fraction, Fraction]
+    rows: Fraction
     calls: tuple[tuple[_CallMemory, _Load, _Load], ...]
 
     def edit(self, action: Action) -> Action:
         """Returns `action`, of the block call, with what experts save or need."""
         if action.kind == "F":
             extra = sum(memory.saved_weight_nbytes() for memory, _, _ in self.calls)
-            extra -= self._part(self.around.saved_by_experts, self.fractions[1])
+            extra -= self._part(self.around.saved_by_experts, self.rows)
             name = saved_activations_name(action.subject, action.microbatch)
             action = with_extra_memory(action, name, extra)
             return replace(action, allocations=(*action.allocations, *self._saved(action.microbatch)))
@@ -293,7 +296,8 @@ def _block_experts(
             (_call_memory(each, modules[each.call.name], view, job, checkpoint_load), *_loads(each))
             for each in own
         )
-        found[block_call] = _BlockExperts(block.around_experts, num_samples, fractions, tuple(loads))
+        rows = expert_rows_fraction(view, block_call)
+        found[block_call] = _BlockExperts(block.around_experts, num_samples, fractions, rows, tuple(loads))
     return found
 
 

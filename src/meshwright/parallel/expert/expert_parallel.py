@@ -78,7 +78,6 @@ from meshwright.parallel.expert.dispatch import (
     call_position,
     count_names,
     expected_rows,
-    most_tokens_per_sample,
     tokens_per_sample,
     weights_dtype,
 )
@@ -274,7 +273,7 @@ class ExpertParallel(Strategy):
                 self._places(call, view),
             )
             first, end = places.ranges[index]
-            tokens = num_samples * most_tokens_per_sample(call.routed, view)
+            tokens = num_samples * view.work_share.expert_rows(call.routed)
             sizes = tokens, traffic.sent, traffic.received
             calls.append(RoutedCall(call, number, places, end - first, *sizes))
         return add_experts_memory(actions, calls, view, job, self.checkpoint_load)
@@ -295,10 +294,8 @@ class ExpertParallel(Strategy):
         mesh, axes = view.plan.mesh, self.dispatch_axes
         index, peers = mesh.index(view.coordinate, axes), mesh.peers(mesh.rank(view.coordinate), axes)
         views = [RankView(view.plan, mesh.coordinate(rank)) for rank in peers]
-        tokens, most = (
-            [num_samples * per_sample(call, each) for each in views]
-            for per_sample in (tokens_per_sample, most_tokens_per_sample)
-        )
+        tokens = [num_samples * tokens_per_sample(call, each) for each in views]
+        most = [num_samples * each.work_share.expert_rows(call) for each in views]
         sent, received = expected_rows(call, self._places(call, view), tokens, index)
         return _Traffic(
             mesh,

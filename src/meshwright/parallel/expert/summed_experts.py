@@ -4,7 +4,8 @@
 
 The ranks have the same tokens and the same choice of experts. A summand is what some experts add to each
 token (`expert_parallel` over `tp`), or slices of all (`expert_tensor_parallel`). Either way a row of the sum
-is a token, not a pair. In backward the gradients of tokens and of weights of the choice are summed.
+is a token, not a pair (where experts choose tokens, a choice). In backward the gradients of tokens and of
+weights of the choice are summed.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch
 from meshwright.comm.collectives.comm_volume import DTYPE_NBYTES
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.collectives.redistribute import redistribute
-from meshwright.parallel.expert.dispatch import call_position, tokens_per_sample, weights_dtype
+from meshwright.parallel.expert.dispatch import call_position, weights_dtype
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 from meshwright.plan.sharding.rank_view import RankView
@@ -61,14 +62,14 @@ def _sums(
     call: ExpertsCall, view: RankView, job: Job, num_samples: int, axis: str, *, is_backward: bool
 ) -> Iterator[Transfer]:
     compute = job.precision.compute
-    num_tokens = tokens_per_sample(call, view) * num_samples
+    num_rows = view.work_share.expert_rows(call) * num_samples
     position = (-1 if is_backward else 1) * call_position(call, view) + AROUND_DISPATCH
     for is_needed, width, dtype in (
         (not is_backward or call.input_needs_grad, call.hidden_size, compute),
         (is_backward and call.weights_need_grad, call.top_k, weights_dtype(compute)),
     ):
         if is_needed:
-            nbytes = num_tokens * width * DTYPE_NBYTES[dtype]
+            nbytes = num_rows * width * DTYPE_NBYTES[dtype]
             yield Transfer("all_reduce", (axis,), nbytes, dtype=dtype, position=position)
 
 

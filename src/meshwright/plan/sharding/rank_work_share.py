@@ -94,6 +94,21 @@ class RankWorkShare:
             else self._unpadded_fraction(sequence_info.num_sharded_tokens(block_call))
         )
 
+    def expert_rows(self, call: ExpertsCall) -> int:
+        """Returns the rows per sample that the rank gives to the experts of `call`, which it has memory for.
+
+        Experts that choose tokens get a row for each choice. A rank does not know beforehand how many of
+        these are its own tokens, so it has rows for all; or for each of its tokens with each expert, if that
+        is fewer.
+        """
+        sequence_info, place = self.plan.model_spec.sequence_info, (call.block_call, call.name)
+        num_sharded, fraction = 0, self.token_fraction(*place)
+        if sequence_info is not None and call.form == "choice":
+            num_sharded = sequence_info.num_sharded_tokens(*place)
+        if num_sharded in (0, call.num_tokens):
+            return int(call.num_tokens * fraction)
+        return min(call.num_tokens, int(num_sharded * fraction) * call.num_experts)
+
     @property
     def chunked_head_call(self) -> LayerCall | None:
         """The LM head's call that a chunked LOSS computes instead of its block call; None if the loss is not

@@ -3,9 +3,11 @@ gradients.
 """
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
+import meshwright as mw
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
@@ -16,9 +18,15 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Layout, S
-from meshwright.plan.step.memory.block_call_memory import ActivationMemory, activation_memory
+from meshwright.plan.step.memory.block_call_memory import (
+    ActivationMemory,
+    activation_memory,
+    block_memories,
+)
 from meshwright.plan.step.memory.memory_names import SCRATCH
 from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
+from tests.nn.test_mixture_of_experts import analyzed_decoder
+from tests.parallel.expert.mixture_model import sgd_job
 
 BODY, HEAD = ParamSpec("body.weight", (3, 2), ("body",)), ParamSpec("head.weight", (5, 2), ("head",))
 PLAIN = ModelSpec(
@@ -122,3 +130,20 @@ def test_the_program_holds_the_measured_memory():
     assert held["LOSS(0)"][SCRATCH] == 128
     assert held["B(body, 0)"][SCRATCH] == 420 - 6 * 4
     assert held["B(body, 1)"][SCRATCH] == 400
+
+
+@pytest.mark.parametrize(("routing", "rows"), [("top-k", Fraction(1, 3)), ("expert choice", Fraction(2, 3))])
+def test_experts_that_choose_tokens_save_a_row_for_each_choice_that_a_rank_may_have(
+    routing: str, rows: Fraction
+):
+    strategies = mw.RingAttention(), mw.DDP("cp")  # 6 tokens: 2 of them with 4 experts each, of 12 choices
+    plan = mw.make_plan(analyzed_decoder(routing), sgd_job(), mw.Mesh(cp=3), strategies, 4)
+    view, block_call = plan.rank_view(0), "layers.1"
+    measured = block_memories(view.model_spec)[block_call]
+    around, whole = measured.around_experts, Fraction(1)
+    assert around is not None
+    rest = measured.saved_activations - around.saved_by_experts
+    expected = rest.local_total(4, Fraction(1, 3), whole)
+    expected += around.saved_by_experts.local_total(4, rows, whole)
+    found = activation_memory(view, plan.job, 4)[block_call].saved_nbytes
+    assert found == pytest.approx(expected, rel=1e-3)  # elements are whole

@@ -68,12 +68,13 @@ def activation_memory(view: RankView, job: Job, num_samples: int) -> dict[str, A
             found[block_call] = _local_memory(
                 loads[block_call], share, full_numels[block_call], *fractions, num_samples
             )
-            found[block_call] = replace(
-                found[block_call],
-                saved_nbytes=max(
-                    0, found[block_call].saved_nbytes - _mask_numel(view, block_call, num_samples) * width
-                ),
-            )
+            less = _mask_numel(view, block_call, num_samples) * width
+            around = loads[block_call].around_experts
+            if around is not None:
+                more = expert_rows_fraction(view, block_call) - fractions[0]
+                less -= around.saved_by_experts.local_total(num_samples, more, Fraction(0))
+            saved_nbytes = max(0, found[block_call].saved_nbytes - less)
+            found[block_call] = replace(found[block_call], saved_nbytes=saved_nbytes)
     if model_spec.memory is not None and found:
         first = next(iter(found))  # glue is held from the first forward to the last backward
         found[first] = replace(
@@ -134,6 +135,13 @@ def saved_fraction(view: RankView, block_call: str) -> Fraction:
     saved = dict(zip(view.model_spec.block_calls, view.model_spec.saved_numel, strict=False)).get(block_call)
     local = view.work_share.block_shares[block_call].saved_numel
     return Fraction(local, saved) if saved else view.work_share.token_fraction(block_call)
+
+
+def expert_rows_fraction(view: RankView, block_call: str) -> Fraction:
+    """Returns the fraction of the rows of experts in `block_call` that a rank gives to them."""
+    calls = [call for call in view.model_spec.experts_calls if call.block_call == block_call]
+    rows, local = sum(call.num_tokens for call in calls), sum(map(view.work_share.expert_rows, calls))
+    return Fraction(local, rows) if rows else view.work_share.token_fraction(block_call)
 
 
 def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:
