@@ -9,6 +9,12 @@ many experts as want it: hard tokens many, easy ones perhaps none, which then pa
     p = softmax(W x) over experts,    expert e takes the C tokens with the largest p_e,    weights = p_e
     C = factor x tokens / experts: `factor` experts per token in the mean
 
+Tokens that repeat at the begin of a sample have equal scores, because causal attention sees nothing else. But
+products of other sizes round otherwise, and rounding must not choose. So of tokens whose scores for e differ
+from the C-th largest by no more than rounding, e takes the first:
+
+    |p_e - t| <= t ((1 - t) a + b)        t = the C-th largest p_e; a, b: what logits and p are rounded by
+
 Cost: experts x C rows = factor x tokens, copied once more than by other routings; tokens x experts scores and
 indices.
 Limits: a token's experts depend on all tokens of its group, also later ones. A language model that predicts
@@ -60,7 +66,20 @@ class ExpertChoice(GroupRouting):
         """Returns which tokens experts take, [samples, tokens, E], and how many these are together."""
         num_tokens, num_experts = probabilities.shape[1:]
         size, capacity = self.size_and_capacity(num_tokens, num_experts)
-        scores = split_groups(probabilities, size)
-        tokens = scores.sort(dim=1, descending=True, stable=True).indices[:, :capacity]
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter(1, tokens, True)
-        return join_groups(taken, probabilities), len(scores) * num_experts * capacity
+        taken = take_first_of_equals(split_groups(probabilities, size), capacity)
+        return join_groups(taken, probabilities), len(taken) * num_experts * capacity
+
+
+def take_first_of_equals(scores: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Returns which tokens have the `capacity` largest of `scores` [groups, tokens, E], as bools of the shape
+    of `scores`: of those within rounding of the last that is taken, the first ones.
+    """
+    scores = scores.nan_to_num(nan=2.0)  # above all, so that outputs show it
+    last = scores.sort(dim=1, descending=True).values[:, capacity - 1 : capacity]
+    # bounds below one rounding of 16 bits, which are compared as they are: there many more would be equal
+    of_logits, of_scores = (min(errors * torch.finfo(scores.dtype).eps, 2**-16) for errors in (2**12, 1))
+    rounding = last * ((1 - last).abs() * of_logits + of_scores)
+    above = scores > last + rounding
+    equal = (scores >= last - rounding) & ~above
+    free = capacity - above.sum(1, keepdim=True)
+    return above | (equal & (equal.cumsum(1) <= free))
