@@ -2,7 +2,8 @@
 
 A router compares scores. Two that nearly tie may be rounded otherwise under a plan, and change places: then
 all that follows differs, though nothing is wrong. So choices are compared before numbers. The margin is the
-difference of the weights of the experts that changed places.
+difference of the weights of the experts that changed places. Where experts choose tokens, these change
+places: then it is how far the token's score for the expert is from the nearest of these, on one device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,24 +16,39 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.nn.mixture_of_experts import MixtureOfExperts
+from meshwright.nn.routing.capacity import SAMPLE, group_size
 from meshwright.nn.routing.routes import Routes
 from meshwright.plan.model_spec.model_spec import ExpertsCall
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The experts `index` [tokens, k] of one forward, and their `weights` [tokens, k], of whole samples."""
+    """The experts `index` [tokens, k] of one forward, and their `weights` [tokens, k], of whole samples.
+
+    Where experts choose tokens, of each group of `group_tokens` of a sample, `scores` [tokens, E] are those
+    of every token.
+    """
 
     index: torch.Tensor
     weights: torch.Tensor
+    scores: torch.Tensor | None = None
+    group_tokens: int | str = SAMPLE
 
     def of_samples(self, num_samples: int) -> "Choices":
         """Returns them as [samples, tokens of each, k]."""
-        return Choices(*(each.unflatten(0, (num_samples, -1)) for each in (self.index, self.weights)))
+        return self._with(lambda tensor: tensor.unflatten(0, (num_samples, -1)))
 
     def first_tokens(self, number: int) -> "Choices":
         """Returns those of the first tokens of [samples, tokens, k]."""
-        return Choices(self.index[:, :number], self.weights[:, :number])
+        return self._with(lambda tensor: tensor[:, :number])
+
+    def on_cpu(self) -> "Choices":
+        """Returns a copy in the memory of the host."""
+        return self._with(lambda tensor: tensor.detach().to("cpu", copy=True))
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Choices":
+        scores = None if self.scores is None else change(self.scores)
+        return Choices(change(self.index), change(self.weights), scores, self.group_tokens)
 
 
 @dataclass
@@ -53,9 +69,7 @@ class ChoiceRecorder:
             def record(called: nn.Module, args: Any, kwargs: Any, layer: str = layer) -> None:
                 key = self.forward_key()
                 if key is not None and (layer, key) not in self.found:
-                    index, weights = _given_choice(args, kwargs)
-                    copies = (each.detach().to("cpu", copy=True) for each in (index, weights))
-                    self.found[layer, key] = Choices(*copies)
+                    self.found[layer, key] = _given_choices(args, kwargs).on_cpu()
 
             parent = module.get_submodule(layer.rpartition(".")[0])
             # experts that choose tokens are given a row for each choice, and not for each token
@@ -77,13 +91,16 @@ class ChoiceRecorder:
         self._handles.clear()
 
 
-def _given_choice(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the index and the weights [tokens, k] among the arguments of experts, or of `ExpertRows`."""
+def _given_choices(args: Any, kwargs: Any) -> Choices:
+    """Returns the choices among the arguments of experts, or of `ExpertRows`."""
     for routes in args:
         if isinstance(routes, Routes):
-            return routes.index.flatten(0, 1), routes.weights.flatten(0, 1)
+            of_tokens = routes.index, routes.weights, routes.probabilities
+            index, weights, scores = (each.flatten(0, 1) for each in of_tokens)
+            experts_choose = routes.num_choices is not None
+            return Choices(index, weights, scores if experts_choose else None, routes.group_tokens)
     _, index, weights = tree_tensors((args, kwargs))
-    return index, weights
+    return Choices(index, weights)
 
 
 def first_other_choice(
@@ -102,16 +119,36 @@ def first_other_choice(
         experts, others = (_weights_by_expert(each, sample, place) for each in (truth, found))
         lost, gained = sorted(experts.keys() - others.keys()), sorted(others.keys() - experts.keys())
         if lost or gained:
-            of_lost, of_gained = (
-                max((given[each] for each in left), default=0.0)
-                for given, left in ((experts, lost), (others, gained))
-            )
-            token, margin = f"sample {samples[sample]}, position {positions[place]}", of_lost - of_gained
+            at = samples[sample], positions[place]
+            if expected.scores is None:
+                given = (experts, lost), (others, gained)
+                heaviest = [max((weights[each] for each in left), default=0.0) for weights, left in given]
+                margin = abs(heaviest[0] - heaviest[1])
+            else:
+                distances = (
+                    _distance_to_change(expected, expected.scores, *at, each) for each in lost + gained
+                )
+                margin = max(distances)
+            token = "sample {}, position {}".format(*at)
             choice = f"experts {sorted(experts)} on one device, {sorted(others)} under the plan"
-            return f"{token} ({choice}, margin {abs(margin):.1g})"
+            return f"{token} ({choice}, margin {margin:.1g})"
     return ""
 
 
 def _weights_by_expert(choices: Choices, sample: int, place: int) -> dict[int, float]:
     pairs = zip(choices.index[sample, place].tolist(), choices.weights[sample, place].tolist(), strict=True)
     return {expert: weight for expert, weight in pairs if weight}
+
+
+def _distance_to_change(
+    choices: Choices, scores: torch.Tensor, sample: int, position: int, expert: int
+) -> float:
+    """Returns how far the score of a token for an expert, which chooses tokens, is from the nearest one with
+    which it changes places: the highest of those left if it is taken, else the lowest of those taken.
+    """
+    size = group_size(choices.group_tokens, scores.shape[1])
+    group = slice(position // size * size, position // size * size + size)
+    is_taken = (choices.index[sample, group] == expert).any(-1)
+    own, place = scores[sample, group, expert], position % size
+    others = own[is_taken != is_taken[place]]
+    return float((others - own[place]).abs().min()) if len(others) else float(own[place])
