@@ -12,6 +12,7 @@ context_parallel/   ring attention, Ulysses
 data_parallel/      DDP and ZeRO
 fake_devices/       plans on fake CUDA tensors: what a rank asks of a GPU
 first_hour/         mistakes of a new user, and what is said to them
+generation/         answers of models in training beside one device
 harness/            measurement methods, and the format of results
 memory/             techniques that need less memory
 models/             the models that benchmarks train

@@ -22,7 +22,10 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -59,6 +62,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 COMBINED: dict[str, Layout] = {
     "full logits": (Mesh(tp=2), (TensorParallel(),)),
+    "sharded tokens": (Mesh(tp=3), (TensorParallel(), SequenceParallel(), VocabParallel())),
+    "stages and sharded tokens": (Mesh(pp=2, tp=3), (TensorParallel(), SequenceParallel(), Pipeline())),
     "Ulysses": (Mesh(cp=3), (Ulysses(), DDP(axis="cp"))),
     "shards and slices": (Mesh(dp_shard=2, tp=3), None),
     "shards along cp": (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO())),
@@ -284,12 +289,13 @@ def test_shards_are_sent_once_per_call_or_once_per_forward():
         assert blocks["GENERATE"] == pytest.approx(NEW * (once["GENERATE"] - told) + told + agreed)
 
 
-def test_slices_send_two_sums_per_layer_and_a_few_numbers_per_row():
+@pytest.mark.parametrize("layout", [LAYOUTS["tensor"], COMBINED["sharded tokens"]], ids=str)
+def test_slices_send_two_sums_per_layer_and_a_few_numbers_per_row(layout: Layout):
     rows, longest = len(PROMPTS), max(map(len, PROMPTS))
     tokens = rows * (longest + NEW - 1)  # that go through the layers, padding too
     sums = (2 * 2 + 1) * tokens * 48 * 8 * 2 * 2 / 3
     chosen = rows * NEW * 48 * 2
-    for found in answers_of("llama", LAYOUTS["tensor"], use=sent):
+    for found in answers_of("llama", layout, use=sent):
         assert found == {"GENERATE": pytest.approx(sums + chosen + 2 * DIGEST)}
 
 

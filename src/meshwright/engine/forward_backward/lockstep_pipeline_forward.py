@@ -51,9 +51,6 @@ class PipelinedForward:
 
     def __init__(self, state: RankState) -> None:
         self._state, plan = state, state.plan
-        self._takes_slices = any(
-            plan.mesh.size(axis) > 1 for axis in plan.sharding.residual_layout.axes_with("S")
-        )
         self._owners: dict[str, int] = {}
         # the first of several ranks that have a block runs it
         for index, stage in reversed(list(enumerate(plan.sharding.block_calls_by_pp_rank))):
@@ -146,7 +143,7 @@ class PipelinedForward:
 
     def _fake_outputs(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the outputs of a block of another rank, without numbers."""
-        if self._takes_slices:
+        if self._state.takes_residual_slices(has_whole_tokens=self._state.has_whole_tokens):
             return self._recorded_outputs(name, (args, kwargs), "takes slices of the residual stream", None)
         reals = {
             id(tensor): tensor

@@ -29,13 +29,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
-from math import inf, prod
+from math import inf
 
 import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.generation.generate import TOKEN_DIM, Gather, gather_diagnostics, gather_from_ranks
+from meshwright.engine.generation.generate import Gather, gather_diagnostics, gather_from_ranks
 from meshwright.engine.generation.sampling_params import and_more, context_sizes, model_diagnostics
 from meshwright.engine.generation.token_sampler import full_vocabulary
 from meshwright.engine.runtime.rank_state import RankState
@@ -168,11 +168,9 @@ def _batch_logprobs(
 
     One forward; without sequences, on one token.
     """
-    device, layout = state.world.device, state.plan.sharding.residual_layout
-    # sequence_parallel shards tokens evenly
-    multiple = prod(state.plan.mesh.size(axis) for axis, each in layout.placements if each.dim == TOKEN_DIM)
+    device = state.world.device
     sequences = [[*request.prompts[number], *request.answers[number]][:-1] for number in numbers]
-    longest = -(-max(map(len, sequences), default=1) // multiple) * multiple
+    longest = max(map(len, sequences), default=1)
     padded = [[*ids, *[0] * (longest - len(ids))] for ids in sequences or [[]]]
     logits_BLV = _logits(state.trained_module.module, torch.tensor(padded, device=device))
     if not numbers:

@@ -9,7 +9,8 @@ Prompts of unlike length are padded on the left and masked; positions count what
 numbers of a row are those of its prompt alone. The cache is the one that the model makes: of what lies on
 this rank. Under tensor parallelism it has the heads of this rank, in a pipeline the layers of its stages.
 
-A module that is no transformers model, or has no cache, runs on all tokens each time. Without a mask, or with
+A module that is no transformers model, or has no cache, runs on all tokens each time, and so does a pipeline
+whose stages take slices of features (2-D tensor parallelism). Without a mask, or with
 recurrent states, which padding would change, prompts of a forward have equal length.
 """
 
@@ -31,16 +32,20 @@ ROUTER_LOGITS = "output_router_logits"
 
 
 class CachedForward:
-    """Forwards of `module` on batches of rows; `stages` run the blocks of a pipeline.
+    """Forwards of `module` on batches of rows; `stages` run the blocks of a pipeline. Without `keeps_cache`
+    each runs on all tokens.
 
     On a rank of a pipeline without the last stage, logits are NaN.
     """
 
-    def __init__(self, module: nn.Module, stages: StageForwards | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, stages: StageForwards | None = None, *, keeps_cache: bool = True
+    ) -> None:
         self._module, self._model, self._stages = module, generation_model(module), stages
         called = module if self._model is None else self._model
         self._arguments = frozenset(inspect.signature(type(called).forward).parameters)
-        known = [name for name in CACHES if self._model is not None and name in self._arguments]
+        has_cache = keeps_cache and self._model is not None
+        known = [name for name in CACHES if has_cache and name in self._arguments]
         self._cache_name = known[0] if known else ""
         # attention reads the mask of padding; recurrent models may take one and ignore it
         self.takes_padding = bool(known) and MASK in self._arguments and caches_keys_and_values(module)

@@ -80,7 +80,6 @@ GENERATE_ACTION = "GENERATE"  # name in the ledger
 Decode = Callable[[list[int]], str]  # makes text of token ids
 OnToken = Callable[[int, int], object]  # the number of an answer and its new token; False ends the answer
 Gather = Literal["once", "block"]
-TOKEN_DIM = 1  # of a residual stream [samples, tokens, features]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", AT_LENGTH: "length", ABORTED: "abort"}
 ERROR_NBYTES = 1024  # of the text of an error, as other ranks are told it
 
@@ -119,7 +118,6 @@ class GenerationRequest:
         diagnostics = list(
             request_diagnostics(module, self.prompts, self.params, decodes=self.decode is not None)
         )
-        diagnostics += _plan_diagnostics(state)
         most = max((each.n for each in self.params if isinstance(each.n, int)), default=1)
         if not (isinstance(self.max_num_seqs, int) and self.max_num_seqs > 0):
             text = f"max_num_seqs = {self.max_num_seqs!r}; needed is a whole number of at least 1"
@@ -169,6 +167,9 @@ class _Generation:
         agreeing = AXES if is_called else tuple(meeting)
         self._agreeing_group = world.group(agreeing) if agreeing else None
         self._stages = make_stage_forwards(state, GENERATE_ACTION)
+        # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
+        slices = state.takes_residual_slices(has_whole_tokens=True)
+        self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
         self._error: Exception | None = None  # of what the caller passed, on this rank
         self._num_failed_ranks = 0
 
@@ -181,7 +182,7 @@ class _Generation:
         with self._executor.full_param_forwards.generation_forwards(
             GENERATE_ACTION, gather_once=request.gather == "once", run_stages=run_stages
         ) as vocab_shard:
-            forward = CachedForward(module, self._stages)
+            forward = CachedForward(module, self._stages, keeps_cache=self._keeps_cache)
             groups = groups_by_rank[self._group.index]
             batch = ContinuousBatch(forward, groups, request.max_num_seqs, device)
             while self._goes_on(batch):
@@ -343,18 +344,6 @@ class _Generation:
                 shortened = FINISH_REASONS[how], tuple(full[:count]), tuple(drawn[:count])
                 answers.append(GeneratedAnswer(tuple(tokens[:count]), *shortened))
         return answers
-
-
-def _plan_diagnostics(state: RankState) -> Iterator[Diagnostic]:
-    layout, mesh = state.plan.sharding.residual_layout, state.plan.mesh
-    for axis, placement in layout.placements:
-        if placement.dim == TOKEN_DIM and mesh.size(axis) > 1:
-            text = (
-                f"the tokens of the residual stream are sharded over the {mesh.size(axis)} ranks of {axis} "
-            )
-            text += "(sequence_parallel), and a forward that generates has one token"
-            fix = "save, and load the checkpoint under a plan without sequence_parallel"
-            yield Diagnostic(text, fix, LOCATION)
 
 
 def gather_from_ranks(group: Group, tensor: torch.Tensor, action: str = GENERATE_ACTION) -> torch.Tensor:

@@ -43,8 +43,9 @@ def make_stage_forwards(state: RankState, action: str) -> "StageForwards | None"
     All pipeline ranks get the same answer.
     """
     sharding, graphs = state.plan.sharding, state.trained_module.forward_graphs
-    sliced = any(state.plan.mesh.size(axis) > 1 for axis in sharding.residual_layout.axes_with("S"))
-    if not sharding.block_calls_by_pp_rank or graphs is None or sliced:
+    if not sharding.block_calls_by_pp_rank or graphs is None:
+        return None
+    if state.takes_residual_slices(has_whole_tokens=True):
         return None
     compute_dtype = getattr(torch, state.plan.job.precision.compute)
     inputs = state.loss.model_inputs(state.trained_module.dummy_batch)

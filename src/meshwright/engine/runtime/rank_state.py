@@ -23,6 +23,7 @@ from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardC
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.expert_load import ExpertLoad
+from meshwright.plan.sharding.tensor_placements import TOKEN_DIM
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import ActivationCodec, ObservedCodes, ObservedSum
 
@@ -267,6 +268,8 @@ class RankState:
     arrivals: list[int] | None = None
     activation_codecs: dict[str, ActivationCodec] = field(default_factory=dict)
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
+    # whether every rank has all tokens where a step shards them (sequence_parallel): forwards of one token
+    has_whole_tokens: bool = False
     copies: DeviceCopies = field(init=False)
     host_memory: HostMemory = field(init=False)
     step: StepState = field(init=False)
@@ -310,6 +313,14 @@ class RankState:
         self._sends.clear()
         self._lent.clear()
         self.step.free()
+
+    def takes_residual_slices(self, *, has_whole_tokens: bool) -> bool:
+        """Returns whether blocks take slices of the residual stream, along its tokens or its features."""
+        layout, mesh = self.plan.sharding.residual_layout, self.plan.mesh
+        return any(
+            each.dim is not None and mesh.size(axis) > 1 and not (has_whole_tokens and each.dim == TOKEN_DIM)
+            for axis, each in layout.placements
+        )
 
     def lend_operand(self, name: str, flat: torch.Tensor, by_param: Mapping[str, torch.Tensor]) -> None:
         """Makes `flat` the operand, in place, of the collective of the action `name` in this step.

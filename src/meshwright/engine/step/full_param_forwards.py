@@ -53,16 +53,27 @@ class FullParamForwards:
         self, action: str, *, gather_once: bool, run_stages: AbstractContextManager[None] | None
     ) -> Iterator[VocabShard | None]:
         """Likewise, but forwards return logits of the part of the vocabulary that is yielded; None: of all of
-        it. `gather_once` gathers sharded parameters before the first forward, and keeps them meanwhile.
-        `run_stages` runs the blocks of a pipeline; None: in lockstep.
+        it. They may have any number of tokens, of which none is sharded. `gather_once` gathers sharded
+        parameters before the first forward, and keeps them meanwhile. `run_stages` runs the blocks of a
+        pipeline; None: in lockstep.
         """
         self._state.end_earlier_steps()
         self._state.collectives.begin_block(action)
         with (
             evaluation_mode(self._state),
+            self._whole_tokens(),
             self._local_logits(action, gather_once=gather_once, run_stages=run_stages),
         ):
             yield self._vocab_parallel_logits.shard_for(action)
+
+    @contextmanager
+    def _whole_tokens(self) -> Iterator[None]:
+        """Makes ranks along which a step shards the tokens (sequence_parallel) all have all of them."""
+        self._state.has_whole_tokens = True
+        try:
+            yield
+        finally:
+            self._state.has_whole_tokens = False
 
     @contextmanager
     def _local_logits(

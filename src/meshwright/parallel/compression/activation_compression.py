@@ -88,6 +88,7 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import TOKEN_DIM
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, RECOMPUTE_KINDS
 from meshwright.plan.strategy_interface import ActivationCodec, Handler, Runtime, Strategy, StrategyPhase
@@ -101,7 +102,7 @@ CodedAxis = Literal["pp", "tp", "cp"]
 # what codes of queries, keys, values and output do to an output of attention, in units, with scores up to 1.5
 CODES_PER_EXCHANGE = 8
 CODES_PER_RING = 4  # of keys and values
-TOKEN_DIM = 1  # of a residual stream [samples, tokens, hidden]
+
 RUN_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS)
 BOUNDARY_KINDS = ("SEND", "RECV", "SEND_GRAD", "RECV_GRAD")
 OR_REMOVE = "or remove compress_activations"

@@ -49,12 +49,12 @@ from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
 from meshwright.plan.model_spec.tensor_parallel_layers import ResidualFlow
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import I, S
+from meshwright.plan.sharding.tensor_placements import TOKEN_DIM, I, S
 from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import ActivationName, Handler, Runtime, Strategy, StrategyPhase
 
-TOKEN_SHARD = S(1)  # of a residual stream [samples, tokens, hidden]: a slice of the tokens per rank
+TOKEN_SHARD = S(TOKEN_DIM)  # a slice of the tokens per rank
 
 
 @dataclass(frozen=True)

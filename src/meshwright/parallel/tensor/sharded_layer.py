@@ -42,7 +42,16 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.tensor_placements import COLLECTIVES, I, P, Placement, R, S, redistribution_name
+from meshwright.plan.sharding.tensor_placements import (
+    COLLECTIVES,
+    TOKEN_DIM,
+    I,
+    P,
+    Placement,
+    R,
+    S,
+    redistribution_name,
+)
 from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import SUM_SLOT, ActivationName, Runtime
 
@@ -272,7 +281,10 @@ def apply_redistribution(
     """Returns `tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
     flight. `name` is that of a codable activation.
     """
-    if redistribution is None or redistribution.src == redistribution.dst:
+    if redistribution is None:
+        return tensor
+    src, dst = (_with_whole_tokens(runtime, each) for each in (redistribution.src, redistribution.dst))
+    if src == dst:
         return tensor
     with (
         torch.autocast(tensor.device.type, enabled=False)
@@ -282,11 +294,16 @@ def apply_redistribution(
         return runtime.state.collectives.redistribute(
             tensor,
             redistribution.axis,
-            redistribution.src,
-            redistribution.dst,
+            src,
+            dst,
             overlap,
             name if redistribution.codable else None,
         )
+
+
+def _with_whole_tokens(runtime: Runtime, placement: Placement) -> Placement:
+    """Returns where a tensor is now: forwards with whole tokens do not shard them."""
+    return I if runtime.state.has_whole_tokens and placement.dim == TOKEN_DIM else placement
 
 
 def _gate_with_redistributions(
@@ -339,7 +356,7 @@ def _layer_forward(
         return joint_sum_member.contribute(
             compute(x),
             biases,
-            layer_sharding.output_redistribution.dst,
+            _with_whole_tokens(runtime, layer_sharding.output_redistribution.dst),
             runtime.state.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     sizes = chunk_sizes(_num_samples(runtime, microbatches, x), layer_sharding.num_chunks)

@@ -51,6 +51,7 @@ AVERAGES: dict[tuple[Letter, Letter], str] = {("V", "I"): "all_reduce"}  # divid
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
+TOKEN_DIM = 1  # of a residual stream [samples, tokens, features]
 FLAT = -1  # the dim of S(flat): the flat parameter of the tensor's group is cut, not the tensor itself
 
 

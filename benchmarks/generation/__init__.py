@@ -1,0 +1,7 @@
+"""Benchmarks of generation on the shards that train.
+
+compared_answers    runs one case and compares its answers with those of one device
+generation_bytes    bytes that a forward sends and a cache holds: laws, ledgers and `plan`
+generation_cases    the families and plans of `generation_parity`
+generation_parity   greedy and drawn answers of many families and plans equal one device
+"""
