@@ -134,7 +134,7 @@ def _answers(world: World, model: str, plan: Plan) -> RankAnswers:
         _noted.has_cache, _noted.logits = True, {}
         drawn = trainer.generate(PROMPTS, DRAWN, max_num_seqs=2)
         given = trainer.logprobs(PROMPTS, [each.tokens for each in drawn])
-        return RankAnswers(*greedy, drawn, [each.logprobs for each in given], logits)
+        return RankAnswers(greedy[0], greedy[1], drawn, [each.logprobs for each in given], logits)
 
 
 @cache

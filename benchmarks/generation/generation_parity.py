@@ -111,7 +111,7 @@ def main() -> None:
         row = known.get(case.name) or compare(case)
         if case.name not in known:
             store.add(row)
-        said = [row.get("logits", ""), row.get("logprobs", ""), row.get("message", "")[-MAX_MESSAGE:]]
+        said = [row.get("logits", ""), row.get("logprobs", ""), str(row.get("message", ""))[-MAX_MESSAGE:]]
         print(case.name, row["outcome"], *said, file=sys.stderr, flush=True)
         return row
 

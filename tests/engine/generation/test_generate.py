@@ -318,8 +318,9 @@ def test_a_callback_costs_two_sums_per_forward():
         )
 
 
-def test_copies_send_answers_alone():
-    for found in answers_of("llama", LAYOUTS["copies"], use=sent):
+@pytest.mark.parametrize("layout", ["copies", "context"])
+def test_ranks_with_prompts_of_their_own_send_answers_alone(layout: str):
+    for found in answers_of("llama", LAYOUTS[layout], use=sent):
         assert found == {"GENERATE": 2 * DIGEST + answer_nbytes(2, 3)}
 
 

@@ -15,7 +15,7 @@ from meshwright.engine.generation.continuous_batch import ContinuousBatch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
+from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
 from meshwright.run.training import trainer as trainer_module
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.generation import test_generate
@@ -105,13 +105,27 @@ def test_the_formula_is_that_of_the_heads():
     assert kv_cache_nbytes([replace(layer, window=7)], plan, 0, 4, 100) == 2 * 4 * 7 * 3 * 8 * 8
 
 
+def test_gathered_weights_are_those_of_slices_and_stages():
+    """With padding: shards of a group are equally large."""
+    by_layout = {
+        mesh: gathered_weights_nbytes(planned("llama", (mesh, None), 2), 0)
+        for mesh in (Mesh(tp=3), Mesh(dp_shard=3), Mesh(dp_shard=2, tp=3), Mesh(dp_shard=2, pp=2))
+    }
+    whole, in_slices, in_stage = list(by_layout.values())[1:]
+    numels = [param.numel for param in planned("llama", ONE, 2).model_spec.params]
+    assert by_layout[Mesh(tp=3)] == 0
+    assert 0 <= whole - 8 * sum(numels) < 8 * 3 * 8 * len(numels)
+    assert whole / 3 < in_slices < 0.4 * whole
+    assert 0.4 * whole < in_stage < 0.6 * whole
+
+
 @pytest.mark.parametrize("gather", ["once", "block"])
 def test_what_does_not_fit_is_refused_on_all_ranks(gather: str, monkeypatch):
     layout, layers = LAYOUTS["shards"], analyzed_family("llama").cached_layers or ()
     plan = planned("llama", layout, 2)
     longest = max(len(prompt) + params.max_new_tokens for prompt, params in zip(PROMPTS, LIMITS, strict=True))
     each = kv_cache_nbytes(layers, plan, 0, 1, longest - 1)
-    weights = 8 * sum(param.numel for param in plan.model_spec.params) if gather == "once" else 0
+    weights = gathered_weights_nbytes(plan, 0) if gather == "once" else 0
     monkeypatch.setattr(trainer_module, "available_nbytes", lambda device: weights + 4 * each - 1)
 
     def rank(world: World) -> None:

@@ -216,8 +216,11 @@ class _Generation:
         actions = [action for role in plan.program.roles for action in role.actions]
         forwards = (action for action in actions if action.kind in FORWARD_KINDS)
         axes = {axis for action in forwards for each in action.inner_transfers for axis in each.axes}
+        shardings = plan.sharding.param_shardings
+        # along cp experts may meet; attention does not, because each rank has whole sequences
+        axes -= {*plan.sharding.token_axes} - {axis for each in shardings for axis in each.sliced_dims}
         if self._request.gather == "block":
-            sharded = [each for each in plan.sharding.param_shardings if each.is_stored_sharded]
+            sharded = [each for each in shardings if each.is_stored_sharded]
             axes |= {axis for each in sharded for axis in each.storage_layout.axes_with("S")}
         return {axis for axis in axes if plan.mesh.size(axis) > 1}
 

@@ -20,8 +20,8 @@ Cost besides: the residual stream is gathered once at the end of the last block 
 begin (backward), b s h (t-1)/t each, unless an LM head that is sharded along the vocabulary takes slices; one
 sum per norm, block and microbatch.
 Limits: all blocks with pairs treat tokens one by one outside of their pairs, and are called once per
-forward; t divides the tokens. A module that asks a slice for its length is given all tokens if all its
-layers take the same input.
+forward; t divides the tokens, but forwards that generate have all tokens on every rank. A module that asks a
+slice for its length is given all tokens if all its layers take the same input.
 Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198 (section 4.2.2).
 """

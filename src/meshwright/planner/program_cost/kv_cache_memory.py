@@ -1,4 +1,5 @@
-"""Computes the bytes of keys, values and states that a rank caches while it generates.
+"""Computes the bytes that a rank needs to generate: of keys, values and states that it caches, and of weights
+that it gathers.
 
     bytes = sum over the layers of this rank's stages of
               sequences x min(tokens, window) x heads of this rank x (key and value features) x element size
@@ -13,6 +14,9 @@ Along tp a rank has the heads of keys that its query heads use; what is cached w
 running sequences have as many columns as the longest, so `num_tokens` is that of the longest, without its
 newest token. While a layer takes in a token, its old tensors live beside the new ones; they count as memory
 of a forward.
+
+Sharded weights that are gathered once for all tokens lie beside their shards: those of the stages and slices
+of a rank, with the padding of their groups.
 """
 
 from collections.abc import Iterable
@@ -44,6 +48,17 @@ def kv_cache_nbytes(
             nbytes += kept * (of_heads + layer.shared_per_token_numel) * itemsize(layer.dtype)
             nbytes += sum(numel * itemsize(dtype) for numel, dtype in layer.states)
     return num_seqs * nbytes
+
+
+def gathered_weights_nbytes(plan: Plan, rank: int) -> int:
+    """Returns the bytes of weights that `rank` of `plan` gathers, and keeps until the last token."""
+    view, dtype = plan.rank_view(rank), plan.job.precision.parameters
+    first = {group.name: group.param_shardings[0] for group in view.all_param_groups}
+    return sum(
+        flat_param.numel * first[name].param.itemsize(dtype)
+        for name, flat_param in view.flat_param_specs.items()
+        if first[name].is_stored_sharded
+    )
 
 
 def _num_local_heads(layer: CachedLayer, view: RankView) -> int:

@@ -18,7 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import in_mesh_order
 from meshwright.plan.step.memory.memory_names import VALUES_NOT_ZERO
 from meshwright.plan.step.program import Action, Period, Role, Transfer
-from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
+from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
 from meshwright.planner.program_cost.rank_memory import (
     StateBytes,
     peak_nbytes,
@@ -118,8 +118,8 @@ def fullest_rank(plan: Plan, *, at_most: bool = False) -> tuple[int, int]:
 def kv_cache_text(
     plan: Plan, cached_layers: Sequence[CachedLayer] | None, num_seqs: int, num_tokens: int, memory: float
 ) -> str:
-    """Returns the bytes that the fullest rank caches while it generates, and how many sequences fit beside
-    what it keeps between steps, in `memory` bytes.
+    """Returns the bytes that the fullest rank caches while it generates, and how many sequences fit in
+    `memory` bytes, beside what it keeps between steps and the weights that it gathers.
     """
     head = f"keys and values of {num_seqs} sequences of {num_tokens} tokens (generate)"
     if cached_layers is None:
@@ -130,9 +130,12 @@ def kv_cache_text(
     text = f"{head}: {format_nbytes(by_rank[rank])} on rank {rank}"
     if memory == inf or not by_rank[rank]:
         return text
-    free = {rank: max(0, memory - state_bytes(plan, rank).total) for rank in ranks}
+    gathered = {rank: gathered_weights_nbytes(plan, rank) for rank in ranks}
+    free = {rank: max(0, memory - state_bytes(plan, rank).total - gathered[rank]) for rank in ranks}
     fits = min(int(free[rank] * num_seqs // nbytes) for rank, nbytes in by_rank.items() if nbytes)
     more = f"; the device has memory for {fits:,} beside the states"
+    if most := max(gathered.values()):
+        more += f" and {format_nbytes(most)} of weights that are gathered"
     return f"{text}{more}: pass max_num_seqs={fits}" if 0 < fits < num_seqs else f"{text}{more}"
 
 

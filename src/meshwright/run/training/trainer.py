@@ -35,7 +35,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
+from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
@@ -211,12 +211,7 @@ class Trainer:
         nbytes = kv_cache_nbytes(layers or (), self.plan, self.world.rank, 1, longest)
         if nbytes <= 0:
             return None
-        param_dtype = self.plan.job.precision.parameters
-        gathered = sum(
-            each.param.numel * each.param.itemsize(param_dtype)
-            for each in self.plan.rank_view(self.world.rank).param_shardings
-            if gather == "once" and each.is_stored_sharded
-        )
+        gathered = gathered_weights_nbytes(self.plan, self.world.rank) if gather == "once" else 0
         return max(0, available_nbytes(self.world.device) - gathered) // nbytes
 
     @contextmanager
