@@ -36,17 +36,17 @@ class Choices:
 
     def of_samples(self, num_samples: int) -> "Choices":
         """Returns them as [samples, tokens of each, k]."""
-        return self._with(lambda tensor: tensor.unflatten(0, (num_samples, -1)))
+        return self._map_tensors(lambda tensor: tensor.unflatten(0, (num_samples, -1)))
 
     def first_tokens(self, number: int) -> "Choices":
         """Returns those of the first tokens of [samples, tokens, k]."""
-        return self._with(lambda tensor: tensor[:, :number])
+        return self._map_tensors(lambda tensor: tensor[:, :number])
 
     def on_cpu(self) -> "Choices":
         """Returns a copy in the memory of the host."""
-        return self._with(lambda tensor: tensor.detach().to("cpu", copy=True))
+        return self._map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True))
 
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Choices":
+    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Choices":
         scores = None if self.scores is None else change(self.scores)
         return Choices(change(self.index), change(self.weights), scores, self.group_tokens)
 
