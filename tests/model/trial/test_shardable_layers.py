@@ -98,9 +98,9 @@ def test_declared_roles_are_listed_separately():
     )
 
 
-def test_of_parallel_layers_the_last_consumes_the_outputs_of_the_others():
+def test_roles_are_suggested_that_are_exact_whatever_the_model_does_with_the_outputs():
     lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
     assert lines.endswith(
-        "layer_roles={'h.*.attend.q': 'colwise', 'h.*.attend.k': 'colwise', 'h.*.attend.o': 'rowwise'})"
+        "layer_roles={'h.*.attend.q': 'colwise', 'h.*.attend.k': 'colwise', 'h.*.attend.o': 'colwise'})"
     )
     assert suggest_roles([], ["embed"]).endswith("layer_roles={'embed': 'vocab'})")

@@ -2,17 +2,20 @@
 at once.
 """
 
+from ast import literal_eval
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner
 
-from meshwright.api import analyze, make_plan
+from meshwright.api import analyze, make_plan, verify
 from meshwright.cli import app
 from meshwright.model.loading.loader import Model
+from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
@@ -21,6 +24,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.expert.mixture_model import SIZES, batch_of, gpt_oss, sgd_job
 from tests.parallel.tensor.odd_llama import llama, planned
 
 TOKENS = torch.zeros(4, 6, dtype=torch.long)
@@ -117,6 +121,28 @@ def test_a_layer_role_that_is_impossible_is_refused():
     )
 
 
+def olmoe() -> nn.Module:
+    """An OLMoE: it normalizes all features of queries and keys at once, before they are heads."""
+    return OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2, eos_token_id=1))
+
+
+@pytest.mark.parametrize("make", [olmoe, gpt_oss], ids=["olmoe", "gpt-oss"])
+def test_a_model_trains_as_the_refusal_of_its_attention_says(make: Callable[[], nn.Module]):
+    analyzed = analyze(make, batch_of(4))
+    with pytest.raises(PlanError) as raised:
+        make_plan(analyzed, sgd_job(), Mesh(tp=4))
+    (said,) = raised.value.diagnostics
+    assert "put expert_tensor_parallel in its place" in said.fix
+    roles = literal_eval(said.fix.partition("layer_roles=")[2].partition(")")[0])
+    declared = analyze(lambda: Model(make(), layer_roles=roles), batch_of(4))
+    gathered = make_plan(declared, sgd_job(clip=0.5), Mesh(tp=4))
+    shapes = {each.param.name: each.param.shape for each in gathered.rank_view(0).param_shardings}
+    assert {shapes[f"model.layers.0.self_attn.{each}_proj.weight"] for each in "qkvo"} == {(4, 16)}
+    experts = make_plan(analyzed, sgd_job(clip=0.5), Mesh(tp=3), (ExpertTensorParallel(),))
+    for model, plan in ((declared, gathered), (analyzed, experts)):
+        verify(model, plan, [batch_of(12), batch_of(12, 1)]).raise_if_failed()
+
+
 def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
     with pytest.raises(PlanError) as raised:
         planned(llama(intermediate_size=5), Mesh(tp=6), (TensorParallel(),))
@@ -160,7 +186,7 @@ def config(tmp_path: Path) -> Path:
     ("factory", "options", "message"),
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
-        ("Net", ["--mesh.tp", "2"], "layer_roles={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"),
+        ("Net", ["--mesh.tp", "2"], "layer_roles={'layers.*.up': 'colwise', 'layers.*.down': 'colwise'}"),
         (
             "convolution",
             ["--mesh.tp", "2"],

@@ -159,21 +159,17 @@ def user_declared_roles(module: nn.Module, shardable_layers: Iterable[LayerRole]
 
 
 def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
-    """Returns the lines of code that declare roles for linear `layers` (names or patterns, in order) and
-    embeddings.
+    """Returns the lines of code that declare roles for those linear `layers` (names or patterns, in order)
+    that lie in one module; for embeddings if there are none.
 
-    Of several linear layers in one module the last is likely to be the rowwise layer, which takes the outputs
-    of the others.
+    All are colwise: without a rowwise layer behind them their outputs are gathered, so the results are exact
+    whatever the model does with these. A rowwise layer would need each feature by itself.
     """
     by_parent: dict[str, list[str]] = {}
     for name in layers:
         by_parent.setdefault(name.rpartition(".")[0], []).append(name)
     groups = [names for names in by_parent.values() if len(names) > 1] or list(by_parent.values())
-    roles = {
-        name: "rowwise" if name == names[-1] and len(names) > 1 else "colwise"
-        for names in groups[:1]
-        for name in names
-    }
+    roles = {name: "colwise" for names in groups[:1] for name in names}
     return suggest_declaration(f"layer_roles={roles or dict.fromkeys(tables, 'vocab')}")
 
 

@@ -66,7 +66,10 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
             if weight.is_hidden_matrix
         )
     )
-    fix = f"declare them: {suggest_roles(layers or ['layers.*.up', 'layers.*.down'])}"
+    roles = suggest_roles(layers or ["layers.*.up", "layers.*.down"])
+    fix = f"declare them, and their outputs are gathered: {roles}"
+    if model_spec.experts_calls:
+        fix += "\n  or put expert_tensor_parallel in its place: it shards the experts along tp"
     yield Diagnostic(text, f"{fix}\n  see it all with `meshwright inspect CONFIG.toml`", where)
 
 
