@@ -36,6 +36,7 @@ SHARED = (
     "outer/round_averages",
     "server/arrival_record",
     "server/stale_updates",
+    "memory/block_compiler",
     "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/early_stop",

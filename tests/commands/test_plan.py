@@ -205,3 +205,16 @@ def test_a_memory_budget_takes_the_host_link_of_a_gpu(tmp_path: Path):
 
 def memory_budget(plan: Plan) -> MemoryBudget:
     return next(each for each in plan.strategies if isinstance(each, MemoryBudget))
+
+
+def test_a_plan_explains_the_graphs_of_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread outlives a test
+    forget_ranks(monkeypatch)
+    compiled = {"name": "compile", "backend": "aot_eager"}
+    config = lay_out(tmp_path, strategies=[{"name": "batch_split"}, {"name": "ddp"}, compiled])
+    text = invoke(capsys, "plan", str(config), "--explain-model")[1]
+    assert "graphs of blocks under torch.compile, on one rank\n" in text
+    assert "Block" in text
+    assert "graphs of blocks" not in invoke(capsys, "plan", str(config))[1]

@@ -46,6 +46,13 @@ def plan(
     actions: Annotated[
         bool, typer.Option("--actions", help="Show every action, and all of dtypes, memory, stages.")
     ] = False,
+    explain_model: Annotated[
+        bool,
+        typer.Option(
+            "--explain-model",
+            help="Count the graphs of blocks under torch.compile, with the lines where they end.",
+        ),
+    ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
     ] = None,
@@ -74,6 +81,8 @@ def plan(
             resolved = import_command("search.plan_for_devices").resolve_for_devices(request, devices)
         prediction = command.predict_step(resolved)
         console.print(command.resolved_view(resolved, prediction, actions=actions))
+        if explain_model:
+            console.print(command.explanation_view(resolved))
         if max_num_seqs is not None:
             console.print(command.kv_cache_view(resolved, max_num_seqs))
         if as_json is not None:

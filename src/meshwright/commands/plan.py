@@ -19,12 +19,14 @@ from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
+from meshwright.report.terminal.explain_model import compiled_graphs_view
 from meshwright.report.terminal.memory_and_sent_bytes import kv_cache_text
 from meshwright.report.terminal.plan_overview import PlanOverview
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import write_request
+from meshwright.run.measure.count_graphs import count_graphs
 from meshwright.run.measure.hardware_file import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
 
@@ -113,6 +115,12 @@ def resolved_view(
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     notes_view = (Text(note, style="green") for note in notes)
     return Group(plan_details(plan), "", data_view(summary), taken, *notes_view)
+
+
+def explanation_view(resolved: ResolvedRequest) -> RenderableType:
+    """Returns the graphs that torch.compile makes of the blocks of the plan, and why they end or grow."""
+    run = resolved[1]
+    return compiled_graphs_view(count_graphs(run.analyzed, run.plan, run.loss))
 
 
 def kv_cache_view(resolved: ResolvedRequest, max_num_seqs: int) -> RenderableType:

@@ -36,6 +36,7 @@ from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan, RankPlan
@@ -58,13 +59,17 @@ class NeedsRealTensorsError(PlanError):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank: the messages and the counts of each step, and the bytes sent in the last one."""
+    """The trace of one rank: the messages and the counts of each step, and the bytes sent in the last one.
+
+    `compiled_graphs` are those of its blocks, where a strategy compiles them and the trace lets it.
+    """
 
     rank: int
     steps: tuple[list[Message], ...]
     sent_nbytes: float
     counts: tuple[dict[str, int], ...]
     numbers: tuple[int, ...]  # of the steps, from 0
+    compiled_graphs: CompiledGraphs | None = None
 
 
 @dataclass(frozen=True)
@@ -167,10 +172,14 @@ def trace_rank(
     num_steps: int = DEFAULT_NUM_STEPS,
     *,
     fake: bool = True,
+    samples: Sequence[Batch] = (),
+    compiles: bool = False,
 ) -> RankTrace:
-    """Returns what `rank` issues in `num_steps` steps.
+    """Returns what `rank` issues in `num_steps` steps, each on one of `samples`, repeated (further steps: on
+    the last); without them, on the example.
 
-    Raises NeedsRealTensorsError when `fake` tensors do not suffice.
+    With `compiles`, a strategy may compile the blocks; else they run as they are. Raises
+    NeedsRealTensorsError when `fake` tensors do not suffice.
     """
     world = FakeWorld(plan.mesh, rank)
     world.ledger.is_recording = True
@@ -179,7 +188,7 @@ def trace_rank(
     try:
         with ExitStack() as stack:
             if fake:
-                stack.enter_context(answer_reads(subject.module))
+                stack.enter_context(answer_reads(subject.module, compiles=compiles))
             # waits for a missing collective return at once: it is reported below
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
@@ -196,7 +205,8 @@ def trace_rank(
             for executor.steps_done in numbers:
                 world.ledger.entries.clear()
                 world.ledger.counts.clear()
-                executor.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
+                sample = samples[min(len(issued), len(samples) - 1)] if samples else subject.dummy_batch
+                executor.step(_repeat_samples(sample, len(plan.samples_read(rank))))
                 issued.append(issued_messages(world.ledger.entries))
                 counts.append(dict(world.ledger.counts))
     except Exception as error:
@@ -207,7 +217,8 @@ def trace_rank(
             text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error
     sent_nbytes = sum(entry.sent_nbytes for entry in world.ledger.entries)
-    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts), numbers)
+    graphs = executor.state.compiled_graphs
+    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts), numbers, graphs)
 
 
 def traced_steps(plan: Plan, num_steps: int) -> tuple[int, ...]:
@@ -293,9 +304,15 @@ def _keep_all_rng(plan: Plan) -> StatelessRNG | None:
 
 
 @contextmanager
-def answer_reads(module: nn.Module) -> Iterator[None]:
-    """Makes numbers that are read off fake tensors 1, except inside the forward of `module`."""
-    mode, original_forward, forward = _AnswerReads(), module.__dict__.get("forward"), module.forward
+def answer_reads(module: nn.Module, *, compiles: bool = False) -> Iterator[None]:
+    """Makes numbers that are read off fake tensors 1, except inside the forward of `module`, which torch may
+    compile if it `compiles`.
+    """
+    mode, original_forward, forward = (
+        _AnswerReads(compiles=compiles),
+        module.__dict__.get("forward"),
+        module.forward,
+    )
 
     def marked_forward(*args: Any, **kwargs: Any) -> Any:
         mode.mark(inside=True)
@@ -321,9 +338,13 @@ class _AnswerReads(TorchDispatchMode):
     skipped: torch has no fake kernel for some, and would run the real one on zeros of full size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiles: bool) -> None:
         super().__init__()
-        self._in_forward = False
+        self._in_forward, self._compiles = False, compiles
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]  # torch asks each mode, not its class
+        """Returns whether torch.compile works under this mode: else it would let blocks run as they are."""
+        return self._compiles
 
     def mark(self, *, inside: bool) -> None:
         """Records whether the model's forward is under way."""

@@ -22,8 +22,9 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory import compiled_blocks
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.memory.block_compiler import BlockCompiler
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
-from meshwright.parallel.memory.compiled_blocks import BlockCompiler, CompiledBlocks, CompiledGraphs
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
@@ -32,6 +33,7 @@ from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.report.html.run_page import run_page
 from meshwright.report.timeline.run_folder_reader import RunRecord, read_run_record
 from tests.paper_model import FIRST_ROLE, program_of
@@ -247,3 +248,14 @@ def test_the_page_itself_never_scrolls_sideways(tmp_path, one, other, width):
     scroll_width, drawn = map(int, re.search(r'data-found="(\d+),(\d+)"', text).groups())
     assert drawn > 10
     assert scroll_width <= width
+
+
+def test_graphs_of_compiled_blocks_and_calls_without_one_are_shown(other):
+    graphs = CompiledGraphs({"layers.0": "Layer"}, uncompiled={"layers.0": "a <loop>"}, late_cause="eps == 1")
+    graphs.num_late, graphs.num_uncompiled_calls = 1234, 56
+    said = {**other.rank_accounts[0], "compiled_blocks": graphs.as_dict()}
+    text = run_page([replace(other, rank_accounts={0: said})], "0")
+    part = text[text.index("Compiled blocks") :]
+    for shown in ("1,234", "56", "compiled again: eps == 1; uncompiled: layers.0: a &lt;loop&gt;"):
+        assert shown in part
+    assert "Compiled blocks" not in run_page([other], "0")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.comm.backends.threads import single_rank_world
+from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
@@ -124,3 +126,16 @@ def test_an_account_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "ranks").write_text("in the way")
     trained(tmp_path, 1)
     assert "the usage file of this rank cannot be written" in caplog.text
+
+
+def test_graphs_of_compiled_blocks_are_counted_where_there_are_any(plan, tmp_path):
+    assert all("compiled_blocks" not in said for said in accounts(plan))
+    graphs = CompiledGraphs(num_uncompiled_calls=7)
+    executor = executor_of(ANALYZED, plan_of(ANALYZED, 1), single_rank_world(torch.device("cpu")))
+    executor.state.compiled_graphs = graphs
+    one = replace(plan_of(ANALYZED, 1), run=RunConfig(str(tmp_path)))
+    RankUsage(executor, one, executor.state.world, STEPS).write()
+    (said,) = accounts(one)
+    assert said["compiled_blocks"] == graphs.as_dict()
+    assert said["compiled_blocks"]["uncompiled_calls"] == 7
+    executor.close()

@@ -20,6 +20,7 @@ from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDri
 from meshwright.model.blocks.split_backward import WeightBackward
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
+from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.expert_load import ExpertLoad
@@ -270,6 +271,7 @@ class RankState:
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     # whether every rank has all tokens where a step shards them (sequence_parallel): forwards of one token
     has_whole_tokens: bool = False
+    compiled_graphs: CompiledGraphs | None = None  # of its blocks; None: no strategy compiles them
     copies: DeviceCopies = field(init=False)
     host_memory: HostMemory = field(init=False)
     step: StepState = field(init=False)

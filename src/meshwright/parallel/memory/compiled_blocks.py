@@ -17,7 +17,9 @@ Dropout masks are inputs of a graph (model/rng/compiled_draws.py): the same as w
 
 `blocks` selects blocks by patterns ("model.layers.*"; by default all). `backend` and `inductor_mode` are
 backend and mode of torch.compile. `dynamic` says whether graphs hold for all lengths: with "auto" the second
-length is compiled for all. A run warns once of a block that is compiled after the first two steps.
+length is compiled for all. A run warns once of a block that is compiled after the first two steps, and once
+of one in which no graph runs; `report` counts both. Of a class that is compiled anew in 16 calls after these
+steps the blocks run uncompiled from then on. `plan --explain-model` counts graphs before a run.
 
 In half precision Inductor keeps float32 between the operations that it fuses, where torch rounds the result
 of each: fewer roundings, so another loss in the first digits that bfloat16 does not hold (2e-4 of it, on a
@@ -43,21 +45,16 @@ and Graph Compilation", ASPLOS.
 """
 
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
-from types import FunctionType, MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import fx, nn
-from torch.overrides import _get_current_function_mode_stack
 
-from meshwright.model.hf.captured_outputs import capture_marks
-from meshwright.model.rng.compiled_draws import draws_as_inputs, make_drawing_call
-from meshwright.model.tensors.function_modes import call_unchanged, calls_are_intercepted
+from meshwright.model.tensors.function_modes import call_unchanged
+from meshwright.parallel.memory.block_compiler import LOCATION, BlockCompiler
 from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
@@ -70,16 +67,9 @@ from meshwright.plan.step.memory.kept_outputs import kept_ops
 from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
-logger = logging.getLogger(__name__)
-
-LOCATION = "strategies.compile"
 INDUCTOR = "inductor"
-FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])  # not those of the model's code
 DYNAMIC = {"auto": None, "always": True, "never": False}
-FIRST_STEPS = 2  # of a run, in which blocks are compiled: a second length may come in the second
-GRAPHS_PER_BLOCK = 4  # training and evaluation, one length and all lengths
 CHANGES_OPERATIONS = "it changes the operations inside blocks, which a compiler replaces"
-Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -134,11 +124,21 @@ class CompiledBlocks(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         calls = runtime.state.plan.view.model_spec.block_calls
         names = dict.fromkeys(block_of(call) for call in calls if self._is_selected(call))
-        runtime.state.patches.compile_forwards(names, BlockCompiler(self, runtime))
+        compiler = BlockCompiler(self.make_backend(), self.backend, DYNAMIC[self.dynamic], runtime.state)
+        runtime.state.compiled_graphs = compiler.graphs
+        runtime.state.patches.compile_forwards(names, compiler)
         runtime.state.sequence_runner.set_exchange_call(
             torch.compiler.disable(call_unchanged, reason="ranks exchange tokens between graphs")
         )
         return {}
+
+    def make_backend(self) -> Callable[..., Any]:
+        """Returns the backend of torch.compile, with its options."""
+        import torch._dynamo  # takes seconds
+
+        options = self.inductor_options()
+        found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
+        return partial(found, config_patches=options) if options else found
 
     def inductor_options(self) -> dict[str, Any]:
         """Returns the options that differ from those of torch._inductor.config, by name."""
@@ -176,6 +176,21 @@ class CompiledBlocks(Strategy):
                 yield Diagnostic(text, f'set backend = "{INDUCTOR}", or leave it out', f"{LOCATION}.{name}")
 
 
+def graphs_only(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """Returns `strategies` with blocks that are traced into graphs, which torch runs as they are; without
+    this strategy among them, with all blocks.
+    """
+    given = tuple(strategies)
+    if not any(isinstance(each, CompiledBlocks) for each in given):
+        given = (*given, CompiledBlocks())
+    return tuple(
+        replace(each, backend="eager", inductor_mode="default", emulate_precision_casts=False)
+        if isinstance(each, CompiledBlocks)
+        else each
+        for each in given
+    )
+
+
 @cache
 def known_backends() -> tuple[str, ...]:
     """Returns the backends of torch.compile, those for debugging among them."""
@@ -194,138 +209,3 @@ def missing_compiler() -> str:
     except InvalidCxxCompiler as error:
         return str(error).strip().splitlines()[0]
     return ""
-
-
-@dataclass
-class CompiledGraphs:
-    """What was compiled of the blocks of a rank: names of blocks, one for each graph, and where a graph ended
-    early, by block, with the cause and the line.
-    """
-
-    blocks: list[str] = field(default_factory=list)
-    breaks: list[tuple[str, str]] = field(default_factory=list)
-    num_late: int = 0  # compiled after the first steps
-
-
-class BlockCompiler:
-    """Compiles the forwards of one rank's blocks, at their first calls: blocks of one class share graphs."""
-
-    def __init__(self, strategy: CompiledBlocks, runtime: Runtime) -> None:
-        import torch._dynamo  # takes seconds
-
-        self._strategy, self._state = strategy, runtime.state
-        self._num_blocks = len(runtime.state.trained_module.blocks)
-        self._compiled: dict[Any, Forward] = {}  # by the function of a class
-        self._excluded: dict[nn.Module, Forward] = {}
-        self._run_excluded = torch.compiler.disable(
-            self._call_excluded, reason="what a strategy replaces or counts runs uncompiled"
-        )
-        self._current_block, self._is_training = "", False
-        self._mode_types = set[type]()
-        self._first_step: int | None = None
-        self._cause = ""
-        self.graphs = CompiledGraphs()
-        options = strategy.inductor_options()
-        self._backend: Callable[..., Forward] = partial(
-            torch._dynamo.lookup_backend(strategy.backend), **({"config_patches": options} if options else {})
-        )
-
-    def compile(self, name: str, forward: Forward) -> Forward:
-        """Returns `forward`, of the block `name`, compiled; one set on the instance runs as it is."""
-        if not isinstance(forward, MethodType):
-            return forward
-        function = forward.__func__
-        if function not in self._compiled:
-            self._compiled[function] = torch._dynamo.optimize(
-                self._compile_graph,
-                dynamic=DYNAMIC[self._strategy.dynamic],
-                guard_fail_fn=self._note_cause,
-                recompile_limit=GRAPHS_PER_BLOCK * self._num_blocks,
-            )(_with_own_code(function))
-        return partial(self._run, name, self._compiled[function], forward)
-
-    def exclude(self, module: nn.Module, forward: Forward) -> Forward:
-        """Returns a forward that runs `forward` uncompiled inside a compiled block."""
-        self._excluded[module] = forward
-        # one function for all modules: blocks would not share graphs that call different ones
-        return MethodType(self._run_excluded, module)
-
-    def _call_excluded(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._excluded[module](*args, **kwargs)
-
-    def _run(self, name: str, compiled: Forward, forward: MethodType, /, *args: Any, **kwargs: Any) -> Any:
-        # a pipeline stage looks, once, at what its blocks compute with; no graph appends to a side channel
-        if calls_are_intercepted() or capture_marks():
-            return forward(*args, **kwargs)
-        self._run_modes_uncompiled()
-        self._current_block, self._is_training = name, torch.is_grad_enabled()
-        if self._first_step is None:
-            self._first_step = self._state.step.number
-        try:
-            return compiled(forward.__self__, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            cause = str(error).strip().splitlines()[0]
-            text = f"the block '{name}' cannot be compiled by {self._strategy.backend}: {cause}"
-            fix = "leave it out of the strategy's `blocks`, or try another backend"
-            raise PlanError(text, fix=fix, location=LOCATION) from error
-
-    def _run_modes_uncompiled(self) -> None:
-        """Keeps Dynamo from compiling what function modes do for calls between graphs: a graph for each."""
-        for kind in {type(mode) for mode in _get_current_function_mode_stack()} - self._mode_types:
-            self._mode_types.add(kind)
-            frames = torch._dynamo.eval_frame
-            skip = frames.FrameExecStrategy(frames.FrameAction.SKIP, frames.FrameAction.SKIP)
-            frames.set_code_exec_strategy(kind.__torch_function__.__code__, skip)
-
-    def _compile_graph(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Forward:
-        self._note_graph(graph_module)
-        graph, draws = draws_as_inputs(graph_module)
-        if not draws:
-            return self._backend(graph, inputs)
-        return make_drawing_call(graph, draws, self._backend, inputs, self._rng)
-
-    def _rng(self) -> Any:
-        return self._state.step_rng.stateless_rng
-
-    def _note_cause(self, failure: Any) -> None:
-        self._cause = failure.reason.strip().splitlines()[0]
-
-    def _note_graph(self, graph_module: fx.GraphModule) -> None:
-        self.graphs.blocks.append(self._current_block)
-        reason = vars(graph_module)["compile_subgraph_reason"]
-        if reason.graph_break:
-            lines = [each for each in reason.user_stack if not each.filename.startswith(FOLDERS)]
-            place = f" at {lines[-1].filename}:{lines[-1].lineno}" if lines else ""
-            self.graphs.breaks.append((self._current_block, f"{reason.reason.splitlines()[0]}{place}"))
-        step, first = self._state.step.number, self._first_step
-        if self._is_training and first is not None and step - first >= FIRST_STEPS:
-            self.graphs.num_late += 1
-            if self.graphs.num_late == 1:
-                logger.warning(
-                    "the block '%s' is compiled again in step %d: %s; later ones are not reported",
-                    *(self._current_block, step, self._cause or "it takes a branch that it did not before"),
-                )
-
-
-def _with_own_code(function: FunctionType) -> FunctionType:
-    """Returns `function` with a code object of its own: Dynamo keeps its graphs there, and other models of
-    this class, or other ranks of this process, have theirs.
-    """
-    if function.__module__.startswith("torch."):  # Dynamo compiles those only inside others
-        function = _calling(function)
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
-def _calling(function: FunctionType) -> FunctionType:
-    def call_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
-
-    return call_forward  # type: ignore[return-value]

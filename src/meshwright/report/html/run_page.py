@@ -5,7 +5,7 @@
     curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
                             step
     per run, in a column    the plan, predicted and measured values, time by category, the timeline of a
-                            step, memory, bytes, load of experts, versions and machine
+                            step, memory, bytes, load of experts, compiled blocks, versions and machine
 
 Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it. What
 takes no bytes has no row.
@@ -48,7 +48,7 @@ from meshwright.report.timeline.planned_vs_measured_bytes import (
 from meshwright.report.timeline.planned_vs_measured_spans import step_timeline
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
-MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
+MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS, MAX_SHOWN_CAUSES = 8, 24, 3
 NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to time every action of some steps."
 NO_PREDICTION_HINT = (
     "Seconds are predicted if run.hardware names a profile that <code>meshwright bench device</code> wrote, "
@@ -67,6 +67,10 @@ ACTIVATION_NOTE = (
 MEASURED_ACTIVATION_NOTE = (
     "Measured ones are the most at any moment of the first step of the last start, without scratch memory. "
     "The other categories are measured between two steps, so the sum of a rank is at no single moment."
+)
+COMPILED_NOTE = (
+    "Since the last start. Compiled again: graphs that were compiled for training after its first two steps. "
+    "A call without a graph ran its block as it is written."
 )
 
 
@@ -114,6 +118,8 @@ def _run_sections(record: RunRecord, place: int, *, several: bool) -> Iterator[s
     yield section(f"Bytes by action, per rank and step{name}", _nbytes_section(record))
     load = expert_load_section(record, f"expert-load-{place}")
     yield section(f"Load of experts{name}", *load) if load else ""
+    graphs = _compiled_blocks_table(record)
+    yield section(f"Compiled blocks{name}", graphs) if graphs else ""
     yield section(f"Versions and machine{name}", _machine_section(record))
 
 
@@ -298,6 +304,22 @@ def _nbytes_section(record: RunRecord) -> str:
         max_rows=MAX_SHOWN_ACTIONS,
         more="and {} more actions",
     ).html()
+
+
+def _compiled_blocks_table(record: RunRecord) -> str:
+    rows = []
+    for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
+        found = account.get("compiled_blocks")
+        if not isinstance(found, Mapping):
+            continue
+        causes = [f"compiled again: {found['late_cause']}"] if found.get("late_cause") else []
+        causes += [f"uncompiled: {name}: {why}" for name, why in found.get("uncompiled", {}).items()]
+        shown, keys = "; ".join(causes[:MAX_SHOWN_CAUSES]), ("graphs", "breaks", "late", "uncompiled_calls")
+        shown += f"; and {len(causes) - MAX_SHOWN_CAUSES} more" if len(causes) > MAX_SHOWN_CAUSES else ""
+        rows.append((f"rank {rank}", *(found.get(key) for key in keys), shown))
+    heads = ("graphs", "graph breaks", "compiled again", "calls without a graph")
+    columns = ["", *(Column(head, "{:,}") for head in heads), "cause"]
+    return Table(columns, rows, note=COMPILED_NOTE).html() if rows else ""
 
 
 def _machine_section(record: RunRecord) -> str:

@@ -1,13 +1,17 @@
-"""Shows a model as tables: its blocks, shardable layers, tied parameters, and what was not recognized."""
+"""Shows a model as tables: its blocks, shardable layers, tied parameters, what was not recognized; and the
+graphs that a compiler makes of its blocks.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.model.analysis.model_report import MAX_LISTED_NAMES, BlockRow, LayerRow, ModelReport
+from meshwright.plan.compiled_graphs import BlockKindGraphs, PlannedGraphs
 from meshwright.plan.job.errors import Diagnostic, format_nbytes
 from meshwright.report.table import Column, Table
 from meshwright.report.terminal.action_table import format_flops
@@ -40,6 +44,49 @@ def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
         **{key: value for key, value in plain.items() if key != "analyzed"},
         "bytes_per_element": itemsize,
     }
+
+
+def compiled_graphs_view(found: PlannedGraphs) -> RenderableType:
+    """Returns the graphs of each kind of block as a table, and below it why there are more than one."""
+    title = "graphs of blocks under torch.compile, on one rank"
+    title += "" if found.is_planned else "; this plan compiles none (strategy compile)"
+    note = "equal steps: further graphs in steps of equal shapes, of which a run should have none"
+    if found.lengths:
+        more = " and ".join(map(str, found.lengths[1:]))
+        note += f"; lengths: further graphs for sequences of {more} tokens, after {found.lengths[0]}"
+    columns = [
+        *("class", "blocks"),
+        *(Column(name, "{:,}") for name in ("graphs", "graph breaks", "equal steps")),
+        *(["lengths"] if found.lengths else []),
+    ]
+    rows = [
+        (
+            *(kind.class_name, _short_list(kind.blocks), kind.num_graphs, len(kind.breaks), len(kind.late)),
+            *([", ".join(map(str, kind.by_length))] if found.lengths else []),
+        )
+        for kind in found.kinds
+    ]
+    parts: list[RenderableType] = [Table(columns, rows, title=title, note=note)] if rows else [Text(title)]
+    parts += [Text(f"  {kind.class_name} {text}") for kind in found.kinds for text in _graph_causes(kind)]
+    if found.as_written:
+        text = "uncompiled, as a strategy replaces them or does not select them"
+        parts.append(Text(f"  {text}: {', '.join(found.as_written)}"))
+    parts += [Text(f"  {each}", style="yellow") for each in found.unknown]
+    parts.append(Text("  seconds of compilation: not known, as nothing here measures the backend"))
+    return Group(*parts)
+
+
+def _graph_causes(kind: BlockKindGraphs) -> Iterator[str]:
+    for each in kind.breaks:
+        cause, _, place = each.rpartition(" at ")
+        yield f"breaks at {Path(place).name}: {cause}"
+    yield from (f"has another graph for {each}" for each in kind.differences)
+    yield from (f"is compiled again in step {step + 1}: {each}" for step, each in kind.late.items())
+    yield from (f"runs uncompiled: {each}" for each in kind.uncompiled)
+
+
+def _short_list(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _summary(report: ModelReport, width: int) -> Table:

@@ -6,6 +6,7 @@ The phases are data (waiting for samples), step (executing the actions) and save
 tensors between two steps, the peak of the activations in the first step (activation_memory.py), and the
 high-water mark of the process: resident on a CPU, allocated on a GPU. Bytes sent are those of the ledger,
 that is, what the collectives of this rank really sent, by action; `report` compares them with the program.
+Where blocks are compiled, the graphs since this start, and the calls without one, are counted too.
 """
 
 import json
@@ -121,6 +122,7 @@ class RankUsage:
         memory = self._executor.memory_by_category()
         if self._activation_recorder.peak_nbytes is not None:
             memory["activations"] = self._activation_recorder.peak_nbytes
+        graphs = self._executor.state.compiled_graphs
         return {
             **RANK_USAGE.header,
             "rank": self._world.rank,
@@ -130,6 +132,7 @@ class RankUsage:
             "seconds": dict(self._seconds),
             "memory": {**memory, "peak": peak_memory(device)},
             "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
+            **({} if graphs is None else {"compiled_blocks": graphs.as_dict()}),
         }
 
 
