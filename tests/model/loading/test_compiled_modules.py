@@ -71,7 +71,8 @@ def test_a_compiled_model_is_analyzed_under_its_own_names_with_a_note(
     analyzed = analyze(build if from_factory else build(), token_samples(2))
     assert analyzed.block_names == ("embed", "layers.0", "layers.1", "layers.2", "head")
     assert analyzed.model_spec.notes == (
-        f"torch.compile was taken off {PLACES[build]}: blocks run as they are written, uncompiled",
+        f"torch.compile was taken off {PLACES[build]}: blocks run as they are written, or compiled one by "
+        'one where the plan has the strategy "compile"',
     )
     if not from_factory:
         assert analyzed.model_spec.name == ("Decorated" if build is decorated else "Tiny")

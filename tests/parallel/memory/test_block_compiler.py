@@ -16,6 +16,7 @@ from meshwright.parallel.memory import block_compiler
 from meshwright.parallel.memory.block_compiler import BRANCH
 from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.plan.compiled_graphs import CompiledGraphs
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.tiny_model import VOCABULARY, WIDTH, executor_of, tiny_job, token_samples
 
@@ -162,3 +163,23 @@ def test_graphs_become_plain_values():
     said = found.as_dict()
     assert (said["blocks"], said["graphs"], said["breaks"], said["late"]) == (2, 2, 1, 0)
     assert line_of(Printing, "logging") in found.breaks[0][1]
+
+
+def test_a_full_disk_is_refused_by_name_and_another_failure_blames_the_block(monkeypatch: pytest.MonkeyPatch):
+    def fail_with(error: Exception) -> str:
+        def compile_graph(*_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(CompiledBlocks, "make_backend", lambda _: compile_graph)
+        with pytest.raises(PlanError) as refused:
+            list(graphs_of_steps(Printing))
+        return str(refused.value)
+
+    text = fail_with(OSError(28, "No space left on device"))
+    assert "the block 'layers.0' cannot be compiled by eager" in text
+    assert "No space left on device" in text
+    assert "make room in torch's cache folder" in text
+    assert "TORCHINDUCTOR_CACHE_DIR" in text
+    text = fail_with(NotImplementedError("an operation"))
+    assert "cannot be compiled by eager: NotImplementedError: an operation" in text
+    assert "leave it out of the strategy's `blocks`" in text

@@ -56,7 +56,8 @@ def compile_notes(compiled: Sequence[str]) -> Iterator[str]:
     if compiled:
         others = f" and {len(compiled) - 1} more modules" if len(compiled) > 1 else ""
         yield (
-            f"torch.compile was taken off {compiled[0]}{others}: blocks run as they are written, uncompiled"
+            f"torch.compile was taken off {compiled[0]}{others}: blocks run as they are written, or compiled "
+            'one by one where the plan has the strategy "compile"'
         )
 
 

@@ -44,6 +44,11 @@ EXCLUDED = "what a strategy replaces or counts runs uncompiled"
 COLLECTED = "the model collects outputs of its modules, such as router logits, which no graph does"
 TOO_OFTEN = f"it was compiled again in {MAX_LATE_CALLS} calls"
 NEW_BRANCH = "it takes a branch that it did not before"
+BLOCK_FIX = "leave it out of the strategy's `blocks`, or try another backend"
+DISK_FIX = (
+    "make room in torch's cache folder, and let this user write to it; or name another folder in the "
+    "environment variable TORCHINDUCTOR_CACHE_DIR (by default it lies in the folder for temporary files)"
+)
 BRANCH = "a branch depends on the value of a tensor"
 Forward = Callable[..., Any]
 
@@ -123,9 +128,10 @@ class BlockCompiler:
         try:
             result = kind.compiled(forward.__self__, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            cause = str(error).strip().splitlines()[0]
+            lines = str(error).strip().splitlines()
+            cause = next((each for each in lines if not each.endswith(" raised:")), lines[0])
             text = f"the block '{name}' cannot be compiled by {self._name}: {cause}"
-            fix = "leave it out of the strategy's `blocks`, or try another backend"
+            fix = DISK_FIX if _is_of_files(error) else BLOCK_FIX
             raise PlanError(text, fix=fix, location=LOCATION) from error
         kind.num_late_calls += graphs.num_late > num_late
         if self._num_graph_calls == num_calls:
@@ -227,6 +233,13 @@ class _GivenUpFunctions:
             return first_line
         name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", function[1])
         return f"{first_line}, {SKIPPED}{name} at {function[2]}:{function[3]}"
+
+
+def _is_of_files(error: BaseException | None) -> bool:
+    """Returns whether `error` comes from a file that could not be written or read, such as on a full disk."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _describe_break(reason: Any) -> str:
