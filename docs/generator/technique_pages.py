@@ -37,7 +37,6 @@ SHARED = (
     "server/arrival_record",
     "server/stale_updates",
     "memory/block_compiler",
-    "memory/block_patterns",
     "memory/budgeted_chain",
     "memory/early_stop",
     "memory/gist_encodings",

@@ -2,7 +2,6 @@
 
 activation_checkpointing    blocks save only their inputs and recompute the rest before their backward
 block_compiler              compiles the forwards of a rank's blocks, and notes their graphs
-block_patterns              patterns by which a technique chooses blocks
 budgeted_chain              the block calls of a rank as `memory_budget` sees them: bytes, seconds, options
 chunked_loss                LM head and loss run on one chunk of tokens at a time
 compiled_blocks             torch.compile makes few kernels of the operations of each block

@@ -66,12 +66,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.early_stop import stop_early
 from meshwright.parallel.memory.selective_outputs import keep_in_forwards
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.block_patterns import matches_any, unmatched_patterns
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.op_sizes_and_memory import KEPT_OPS
 from meshwright.plan.sharding.rank_view import RankView

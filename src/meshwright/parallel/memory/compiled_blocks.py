@@ -55,10 +55,10 @@ import torch
 
 from meshwright.model.tensors.function_modes import call_unchanged
 from meshwright.parallel.memory.block_compiler import LOCATION, BlockCompiler
-from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.block_patterns import matches_any, unmatched_patterns
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

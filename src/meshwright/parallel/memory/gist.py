@@ -36,11 +36,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist_encodings import GistEncoder
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.block_patterns import matches_any, unmatched_patterns
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ReluActivations, block_of
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

@@ -69,7 +69,6 @@ from math import ceil, inf
 from typing import ClassVar
 
 from meshwright.parallel.memory.activation_checkpointing import checkpointing_diagnostics
-from meshwright.parallel.memory.block_patterns import matches_any
 from meshwright.parallel.memory.budgeted_chain import (
     GIST,
     OFFLOAD,
@@ -87,6 +86,7 @@ from meshwright.parallel.memory.tiers.kept_tensor_copies import KeptTensorCopies
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least, one_of
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.block_patterns import matches_any
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.activation_budget import RECOMPUTE, ActivationBudget

@@ -57,7 +57,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.parallel.memory.tiers.kept_tensor_copies import KeptTensorCopies
 from meshwright.parallel.memory.tiers.kept_tensor_file import KeptTensorFile
@@ -65,6 +64,7 @@ from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 from meshwright.plan.job.field_constraints import above, at_least
 from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.block_patterns import matches_any, unmatched_patterns
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.memory.activation_copies import (

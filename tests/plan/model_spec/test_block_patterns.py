@@ -1,6 +1,6 @@
 """Patterns match blocks and their calls, and one that matches none is named with what it may mean."""
 
-from meshwright.parallel.memory.block_patterns import matches_any, unmatched_patterns
+from meshwright.plan.model_spec.block_patterns import matches_any, unmatched_patterns
 from tests.tiny_model import analyzed_model
 
 
