@@ -7,8 +7,8 @@ torch      torch.compile with `activation_memory_budget` (min-cut partitioner, k
            measured peak bytes (bar: 1). With its largest budget torch keeps less than everything, and takes
            longer than a plain step; so each side over its own step with the largest budget is shown beside
 
-Peak bytes are those that torch's CPU allocator gave out within a step and has not got back, on all sides. They
-are as many to a thousandth: a step of torch's that keeps everything has 24 bytes less than one of ours.
+Peak bytes are those that torch's CPU allocator gave out within a step and has not got back, on all sides.
+They are as many to a thousandth: a step of torch's that keeps everything has 24 bytes less than one of ours.
 
 What it chooses equals trying everything (`memory_budget`).
 
