@@ -48,6 +48,7 @@ _MODULES = {
     "meshwright.parallel.data.ddp_naive": ("NaiveDDP",),
     "meshwright.parallel.data.hierarchical_partition": ("HierarchicalPartition",),
     "meshwright.parallel.data.sync_batch_norm": ("SyncBatchNorm",),
+    "meshwright.parallel.embedding.embedding_host": ("EmbeddingHost",),
     "meshwright.parallel.expert.expert_parallel": ("ExpertParallel",),
     "meshwright.parallel.expert.expert_tensor_parallel": ("ExpertTensorParallel",),
     "meshwright.parallel.expert.loss_free_balancing": ("LossFreeBalancing",),

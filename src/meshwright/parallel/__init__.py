@@ -4,6 +4,7 @@ data        samples: splitting the batch, DDP, ZeRO / FSDP
 tensor      matrices: tensor parallelism in 1, 2, 2.5 and 3 dimensions, sequence and vocabulary parallelism
 context     the tokens of a sample: ring attention, Ulysses, both together
 expert      experts of a mixture of experts
+embedding   tables of embeddings, whose rows lie on ranks of their own
 pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
 outer       sites that train apart and meet in rounds: local SGD, DiLoCo
@@ -33,6 +34,7 @@ from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.hierarchical_partition import HierarchicalPartition
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.embedding.embedding_host import EmbeddingHost
 from meshwright.parallel.expert.expert_parallel import ExpertParallel
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
@@ -81,6 +83,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         HierarchicalPartition,
         ParameterServer,
         StaleServer,
+        EmbeddingHost,
         TensorParallel,
         TensorParallel2D,
         TensorParallel25D,

@@ -252,8 +252,9 @@ def sample_diagnostics(sharding: ShardingPlan, num_tokens: int) -> Iterator[Diag
     model.
     """
     if num_tokens and sharding.num_servers:
-        text = f"{num_tokens} tokens are sampled after training, and dedicated servers run no forward"
-        yield Diagnostic(text, "set run.sample_tokens = 0, or dedicated = false", "run.sample_tokens")
+        text = f"{num_tokens} tokens are sampled after training, and ranks that only serve run no forward"
+        fix = "set run.sample_tokens = 0, or dedicated = false in parameter_server"
+        yield Diagnostic(text, fix, "run.sample_tokens")
 
 
 def alignment_diagnostics(align_bytes: int) -> Iterator[Diagnostic]:

@@ -18,6 +18,8 @@ Where sites train apart, each parameter is averaged once, at the end of a round,
 it; and no action waits for one that does not run in the same step, unless it waits for an earlier step.
 
 Where one rank steps a parameter for others, its gradients go to that rank, and its values come from there.
+Where servers have the rows of a parameter, they answer pulls and pushes in the order of the workers: else
+rows of one table are sent as those of another.
 
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
@@ -36,6 +38,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.tensor_placements import AVERAGES
 from meshwright.plan.step.program import Action, Role, Transfer, transitive_waits
 from meshwright.plan.step.simulator import qualified_name
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
 from meshwright.plan.step.tied_params import sums_grads
 
 LAST_MESSAGES = MappingProxyType(
@@ -46,6 +49,7 @@ LAST_MESSAGES = MappingProxyType(
         "reduce": ("reduce", "gather"),
     }
 )
+ROW_KINDS = ("PULL_ROWS", "PUSH_ROWS")
 TO_OR_FROM_OWNER: Mapping[str, str] = MappingProxyType({"reduce": "to", "broadcast": "from"})
 
 
@@ -72,6 +76,37 @@ def check_owners(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         if wrong is not None:
             where = f"{TO_OR_FROM_OWNER[transfer.collective]} index {transfer.root}"
             yield f"{action.name} goes {where}, and index {owners[wrong]} steps {wrong}"
+
+
+def check_rows(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields rows on servers that a forward finds no pull of, gradients of rows that are not pushed once
+    behind their backward and before CLIP, and servers with another order of these than their workers.
+    """
+    calls = {each.param.name: each.param.block_calls[0] for each in plan.sharding.params_on_servers}
+    moves = [each for each in actions if each.kind in ROW_KINDS] if calls else []
+    before_clip = {
+        name for each in actions if each.kind == "CLIP" for name in transitive_waits(actions, each)
+    }
+    for push in (each for each in moves if each.kind == "PUSH_ROWS"):
+        if push.name not in before_clip:
+            yield f"CLIP does not wait for {push.name}"
+        backward = replace(push, kind="B", subject=calls[push.tensors[0]]).name
+        if not plan.view.is_server and backward not in push.waits:
+            yield f"{push.name} does not wait for {backward}, which makes its gradient"
+    if calls and plan.view.is_server:
+        needed = [each.name for each in plan.program.roles[0].actions if each.kind in ROW_KINDS]
+        pairs = zip_longest([each.name for each in moves], needed, fillvalue="nothing")
+        one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+        if one != other:
+            yield f"it comes to {one}, and its workers to {other}"
+    for action in actions if calls and not plan.view.is_server else ():
+        for name in calls if action.kind in FORWARD_KINDS else ():
+            own = [
+                each.kind for each in moves if (each.tensors, each.microbatch) == ((name,), action.microbatch)
+            ]
+            if action.subject == calls[name] and own != list(ROW_KINDS):
+                found = " and ".join(own) or "nothing"
+                yield f"{action.name} looks up rows of {name}, and {found} moves these: pull, then push them"
 
 
 def check_message_order(plan: Plan, role: Role) -> Iterator[str]:

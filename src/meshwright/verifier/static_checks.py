@@ -35,6 +35,7 @@ from meshwright.verifier.message_checks import (
     check_messages,
     check_owners,
     check_rounds,
+    check_rows,
     check_streams,
     check_tied_params,
 )
@@ -68,6 +69,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             check_owners(rank_plan, role.actions),
             check_streams(role.actions),
             check_rounds(rank_plan, role.actions),
+            check_rows(rank_plan, role.actions),
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]

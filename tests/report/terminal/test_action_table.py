@@ -62,6 +62,7 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.action_table import KIND_TEXTS, plan_details
 from tests.model.loss import test_load_balancing_loss
 from tests.paper_model import SyntheticModel
+from tests.parallel.embedding.host_plans import host_plan
 from tests.parallel.expert import test_loss_free_balancing
 from tests.parallel.expert.mixture_model import analyzed_mixtral, expert_strategies, sgd_job
 from tests.parallel.tensor.even_llama import even_llama
@@ -314,6 +315,7 @@ def all_programs() -> list[Plan]:
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
         make_plan(analyzed_model(), tiny_job(), Mesh(outer=4), (StaleServer(),)),
+        host_plan(),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),
         test_loss_free_balancing.plan_of("ep"),

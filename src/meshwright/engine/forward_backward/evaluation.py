@@ -9,7 +9,6 @@ stages (forward_backward/pipelined_eval.py), and the rank of the last stage comp
 runs in eval mode and without gradients; its state is restored.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,7 +69,7 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
     with evaluation_mode(state):
         given = _until_all_end(batches, state) if state.flat_params.forward_is_collective else batches
         if plan.view.is_server:  # it runs no forward, and takes part until all ranks have had their batches
-            deque(given, maxlen=0)
+            _serve(given, state)
             given = ()
         microbatches = _microbatches(given, state)
         for microbatch, outputs in (
@@ -114,6 +113,14 @@ def no_samples_error() -> PlanError:
     text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
     fix = "point evaluate.source at samples with labels, or hold out others"
     return PlanError(text, fix=fix, location="evaluate")
+
+
+def _serve(batches: Iterable[LocalBatch], state: RankState) -> None:
+    """Gives workers what their forwards need of a server, for each of `batches`."""
+    for _ in batches:
+        if state.serve_forward is not None:
+            for _ in range(state.plan.num_microbatches):
+                state.serve_forward(EVALUATION_ACTION)
 
 
 def _microbatches(batches: Iterable[LocalBatch], state: RankState) -> Iterator[EvalMicrobatch]:

@@ -15,7 +15,7 @@ rests on disk, the two copies on the host are in buffers that parameter groups s
 shard that rests on disk, too, is read from there for each use (`read_shard`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,6 +55,23 @@ class FlatParam:
     host_weights: torch.Tensor | None = None
     read_shard: Callable[[], torch.Tensor] | None = None
     optimizer_params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @classmethod
+    def of_views(
+        cls,
+        spec: FlatParamSpec,
+        group: Group,
+        full_tensor: torch.Tensor,
+        shapes: Mapping[str, torch.Size],
+        block_calls: tuple[str, ...],
+    ) -> "FlatParam":
+        """Returns the flat parameter of `full_tensor`, of which shard and weights are views."""
+        views = {
+            name: full_tensor[start : start + numel].view(shapes[name]) for name, numel, start in spec.params
+        }
+        flat_param = cls(spec, group, full_tensor, full_tensor, views, block_calls)
+        flat_param.shard = full_tensor[flat_param.shard_slice]
+        return flat_param
 
     @property
     def index(self) -> int:

@@ -24,6 +24,7 @@ from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.grad_bucket import copy_gradients
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import Operand, RankState
+from meshwright.model.tensors.lazy_mapping import read_shard
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.memory.memory_names import allocates_sum
@@ -50,7 +51,8 @@ class FlatParamStore:
         self.by_param_group: dict[str, FlatParam] = {}
         # the norm's, of this rank's shards or of all
         self.grad_sqnorm = torch.zeros(1, dtype=torch.float64, device=state.world.device)
-        allocations = {  # of the first that takes its buffer: a gather behind a copy may take others
+        # of the first that takes its buffer: a gather behind a copy may take others
+        self._unshard_allocations = {
             action.tensors[0]: action.allocations
             for action in reversed(plan.actions)
             if action.kind in ("UNSHARD", "FETCH_PARAM") and action.allocations
@@ -62,12 +64,8 @@ class FlatParamStore:
         self.reported_param_names = plan.view.params_counted_in_sum
         for name, spec in plan.view.flat_param_specs.items():
             first = spec.params[0][0]
-            flat = self._param_shardings[first].is_stored_sharded
-            flat_param = (
-                self._make_sharded(spec, allocations[first][0].name, allocations[first][0].nbytes)
-                if flat
-                else self._make_unsharded(spec)
-            )
+            is_sharded = self._param_shardings[first].is_stored_sharded
+            flat_param = self._make_sharded(spec) if is_sharded else self._make_unsharded(spec)
             self.by_param_group[name] = flat_param
             self._by_name |= dict.fromkeys((weight for weight, _, _ in spec.params), flat_param)
             if self._param_shardings[first].param.trainable and first not in self.matrix_owners.param_names:
@@ -78,7 +76,8 @@ class FlatParamStore:
                 if flat_param.master is not None and self._tiers.optimizer_states != self._tiers.step:
                     flat_param.move_master(flat_param.master, is_fetched=False)
         self.master_weights = MasterWeights(state, self._by_name.keys() | self.matrix_owners.param_names)
-        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE", "TAKE")]
+        kinds = ("REDUCE", "ACCUMULATE", "TAKE", "PUSH_ROWS")
+        sums = [action for action in plan.actions if action.kind in kinds]
         # gradients stay where they are summed
         self._grads_in_place = not any(
             action.kind == "ACCUMULATE" or allocates_sum(action) for action in sums
@@ -113,7 +112,7 @@ class FlatParamStore:
     @property
     def forward_is_collective(self) -> bool:
         """Whether a forward needs all ranks, because some parameters are stored only in shards or slices."""
-        return bool(self.param_slices) or any(
+        return bool(self.param_slices or self._state.plan.sharding.params_on_servers) or any(
             flat_param.is_sharded for flat_param in self.by_param_group.values()
         )
 
@@ -334,10 +333,16 @@ class FlatParamStore:
             self._state.trained_module.parameters[name].data = view
         return flat_param
 
-    def _make_sharded(self, spec: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
+    def _make_sharded(self, spec: FlatParamSpec) -> FlatParam:
         first, disk, tier = spec.params[0][0], self._state.disk, self._tiers.weights
-        dtype = self._state.trained_module.parameters[first].dtype
-        flat_param = self._make_flat_param(spec, self.buffer(buffer, nbytes, dtype)[: spec.numel])
+        parameter = self._state.trained_module.parameters[first]
+        dtype, has_rows = parameter.dtype, self._param_shardings[first].rows_on_servers
+        if has_rows:  # no rank ever has the whole
+            full_tensor = parameter.detach().new_zeros(()).expand(spec.numel)
+        else:
+            buffer = self._unshard_allocations[first][0]
+            full_tensor = self.buffer(buffer.name, buffer.nbytes, dtype)[: spec.numel]
+        flat_param = self._make_flat_param(spec, full_tensor)
         if tier == "disk" and disk is not None:
             flat_param.shard = disk.shard(first, flat_param.shard_numel, dtype)
             flat_param.read_shard = partial(disk.read_shard, first, flat_param.shard)
@@ -347,8 +352,11 @@ class FlatParamStore:
         flat_param.is_sharded, flat_param.shard_is_remote = True, tier != "device"
         flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
         with torch.no_grad():
-            for param_shard in flat_param.param_shards:
-                flat_param.load_part(param_shard, self._initial_value(param_shard.name))
+            for shard in flat_param.param_shards:
+                if has_rows and shard.name in (blank := self._state.trained_module.initial_values):
+                    flat_param.load_values(shard, read_shard(blank, shard.name, shard.begin, shard.end))
+                else:
+                    flat_param.load_part(shard, self._initial_value(shard.name))
         for name, view in flat_param.views.items():
             parameters[name].data = view
         return flat_param
@@ -359,21 +367,9 @@ class FlatParamStore:
 
     def _make_flat_param(self, spec: FlatParamSpec, full_tensor: torch.Tensor) -> FlatParam:
         group = self._state.world.group(spec.axes, spec.member_indices)
-        shapes = self._state.trained_module.parameters
-        views = {
-            name: full_tensor[start : start + numel].view(shapes[name].shape)
-            for name, numel, start in spec.params
-        }
-        flat_param = FlatParam(
-            spec,
-            group,
-            full_tensor,
-            full_tensor,
-            views,
-            self._param_shardings[spec.params[0][0]].param.block_calls,
-        )
-        flat_param.shard = full_tensor[flat_param.shard_slice]
-        return flat_param
+        shapes = {name: self._state.trained_module.parameters[name].shape for name, _, _ in spec.params}
+        block_calls = self._param_shardings[spec.params[0][0]].param.block_calls
+        return FlatParam.of_views(spec, group, full_tensor, shapes, block_calls)
 
     def _add_master(self, flat_param: FlatParam) -> FlatParam:
         first = flat_param.spec.params[0][0]

@@ -37,6 +37,8 @@ def group_keys(plan: Plan, *, serializes_p2p: bool) -> set[GroupKey]:
         for message in _grouped(move)
         for among in message.member_groups(plan.mesh)
     }
+    if plan.sharding.params_on_servers:  # these gather whole tables from one another
+        keys.add(((plan.sharding.server_axis,), tuple(plan.sharding.server_indices)))
     return keys | set(_p2p_pairs(plan)) if serializes_p2p else keys
 
 

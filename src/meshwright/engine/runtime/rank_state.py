@@ -268,6 +268,8 @@ class RankState:
     # those that have come, for the verifier; None: it does not ask
     arrivals: list[int] | None = None
     activation_codecs: dict[str, ActivationCodec] = field(default_factory=dict)
+    # what a server does in a forward of its workers outside of a step, by the action; None: nothing
+    serve_forward: Callable[[str], None] | None = None
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     # whether every rank has all tokens where a step shards them (sequence_parallel): forwards of one token
     has_whole_tokens: bool = False

@@ -1,4 +1,5 @@
-"""Full values of parameters and buffers on all ranks, where pipeline ranks hold only their stages.
+"""Full values of parameters and buffers on all ranks, where pipeline ranks hold only their stages, and where
+servers have rows that workers have not: the first server, which has gathered them, broadcasts these.
 
 Each pp rank in turn broadcasts those of which it is the first user, in the order of the model:
 
@@ -25,6 +26,9 @@ def gather_full_values(
     Where all ranks hold all parameters, and on servers, yields `local_values` as they come.
     """
     plan = state.plan
+    if plan.sharding.params_on_servers:
+        yield from _with_rows(state, local_values, action)
+        return
     if not plan.sharding.block_calls_by_pp_rank or plan.view.is_server:
         yield from local_values
         return
@@ -44,6 +48,27 @@ def gather_full_values(
         flat = local[weight.name].contiguous().view(-1) if group.index == source else blank
         group.broadcast(flat, source=source, action=action).wait()
         yield weight.name, flat.view(weight.shape)
+
+
+def _with_rows(state: RankState, local_values: NamedTensors, action: str) -> NamedTensors:
+    """Yields `local_values`, and on workers the parameters whose rows lie on servers."""
+    sharding = state.plan.sharding
+    group, source = state.world.group((sharding.server_axis,)), sharding.num_workers
+    params = {each.param.name: each.param for each in sharding.params_on_servers}
+    gathered = dict[str, torch.Tensor]()
+    for name, value in local_values:
+        gathered |= {name: value} if name in params else {}
+        yield name, value
+    for param in params.values():
+        known = gathered.get(param.name)
+        codes = [0.0 if known is None else BROADCAST_DTYPES.index(known.dtype)]
+        code = torch.tensor(codes, dtype=torch.float64, device=state.world.device)
+        group.broadcast(code, source=source, action=action).wait()
+        blank = torch.empty(param.shape, dtype=BROADCAST_DTYPES[int(code.item())], device=code.device)
+        value = blank if known is None else known.contiguous()
+        group.broadcast(value, source=source, action=action).wait()
+        if known is None:
+            yield param.name, value
 
 
 def gather_full_buffers(state: RankState, action: str) -> dict[str, torch.Tensor]:

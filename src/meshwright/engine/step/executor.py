@@ -107,7 +107,7 @@ class StepExecutor:
     ) -> None:
         create_groups(plan, state.world)
         self.state, state.plan = state, plan
-        if plan.sharding.block_calls_by_pp_rank or plan.view.is_server:
+        if plan.sharding.block_calls_by_pp_rank or plan.view.is_server or plan.sharding.params_on_servers:
             state.trained_module = state.trained_module.restrict_to(plan.view.model_spec)
         self.loss = state.loss  # of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS

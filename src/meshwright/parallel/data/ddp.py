@@ -109,7 +109,8 @@ class DDP(Strategy):
         numel = sum(view.plan.packed_numel(param_group.params) for param_group in bucket)
         nbytes = numel * FLOAT_NBYTES[job.precision.reduce]
         algorithm = SizeRule.parse(self.algorithm).algorithm_for(nbytes)
-        return Transfer("all_reduce", axes, nbytes, algorithm, job.precision.reduce)
+        members = view.plan.sum_members(axes)
+        return Transfer("all_reduce", axes, nbytes, algorithm, job.precision.reduce, member_indices=members)
 
     @staticmethod
     def _insert_bucket(
@@ -204,7 +205,7 @@ def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan)
     """Yields what is wrong with full replicas along `axis`."""
     if axis not in sharding.grad_sum_axes:
         yield same_data_diagnostic("replicas", axis, f"strategies.{name}")
-    elif any(param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings):
+    elif any(each.flat_shard_axes and not each.rows_on_servers for each in sharding.param_shardings):
         text = f"{name} keeps full replicas along {axis}, and zero shards the weights"
         cut = any(axis in param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings)
         more = "" if cut else f', and write replicate_axis = "{axis}" in the strategy zero'

@@ -17,6 +17,10 @@ Where one rank steps whole groups (`owner_index`), its shard is everything, and 
 
     shards    |                        rank 1                          |     ranks 0, 2: no elements
 
+Where the ranks that only serve have the rows of a parameter, these ranks alone have shards, of whole rows:
+
+    shards    |        rank 2: rows 0 to 5       | rank 3: rows 6 to 10, pad |     ranks 0, 1: no elements
+
 On an accelerator each parameter and each shard begins at a multiple of `align_numel` elements too, which are
 128 bytes (`align_bytes` of the plan): one bias of 10 elements would else misalign all parameters behind it,
 and kernels and NCCL could not load them by 16 bytes at once.
@@ -63,7 +67,7 @@ class ParamShard:
 class FlatParamSpec:
     """The layout of the flat parameter of group `name`: (parameter, elements, offset) each, in `num_ranks`
     shards of `shard_numel` elements; with `owner_index`, in one shard of that many on the rank at this index.
-    Only the ranks at `member_indices` along `axes` have it (empty: all).
+    Only the ranks at `member_indices` along `axes` have it, in this order (empty: all).
     """
 
     name: str
@@ -86,17 +90,19 @@ class FlatParamSpec:
         align_numel: int = 1,
         owner_index: int | None = None,
         member_indices: tuple[int, ...] = (),
+        row_numel: int = 1,
     ) -> "FlatParamSpec":
         """Lays out `params` in order; with alignment "matrix", the largest first, each on the rank with the
         least. With `owner_index`, all lie on that rank.
 
         `full_numel` gives the elements of the full parameters if `params` are slices: all slices of a
-        parameter go to the same index. Parameters and shards begin at multiples of `align_numel` elements.
+        parameter go to the same index. Parameters and shards begin at multiples of `align_numel` elements,
+        and of `row_numel`.
         """
         if shard_alignment == "matrix" and owner_index is None:
             full_numel = full_numel or {param.name: param.numel for param in params}
             return cls(name, axes, num_ranks, *_assign_owners(params, num_ranks, full_numel, align_numel))
-        step = lcm(QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1, align_numel)
+        step = lcm(QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1, align_numel, row_numel)
         entries, offset = [], 0
         for param in params:
             offset = round_up(offset, step)
@@ -114,7 +120,10 @@ class FlatParamSpec:
     def shard_range(self, index: int) -> tuple[int, int]:
         """Returns the first element of the shard of rank `index`, and the one behind its last."""
         if self.owner_index is None:
-            return index * self.shard_numel, (index + 1) * self.shard_numel
+            if self.member_indices and index not in self.member_indices:
+                return 0, 0
+            place = self.member_indices.index(index) if self.member_indices else index
+            return place * self.shard_numel, (place + 1) * self.shard_numel
         return 0, self.shard_numel if index == self.owner_index else 0
 
     def local_numel(self, index: int) -> int:

@@ -29,7 +29,8 @@ class ParamSharding:
     placement in which the optimizer takes its gradient. `shard_alignment` is how finely the optimizer lets it
     be cut. If it `is_compressed`, its gradient is summed as codes; if it `is_gathered_as_codes`, ranks gather
     it so (parallel/compression). With `owner_index`, S(flat) is not cut: the rank at that index along
-    `flat_shard_axes` has all elements, and the others have none (parallel/server).
+    `flat_shard_axes` has all elements, and the others have none (parallel/server). With `rows_on_servers`,
+    the ranks that only serve have its rows, a stretch each, and workers have none (parallel/embedding).
     """
 
     param: ParamSpec
@@ -40,6 +41,7 @@ class ParamSharding:
     is_compressed: bool = False
     is_gathered_as_codes: bool = False
     owner_index: int | None = None
+    rows_on_servers: bool = False
 
     @property
     def is_coded(self) -> bool:
@@ -53,9 +55,10 @@ class ParamSharding:
 
     def with_partial_grad(self, axis: str) -> "ParamSharding":
         """Returns this sharding where each rank along `axis` uses the parameter on its own data: R, so its
-        gradient is P. A parameter that is sliced along it is used on the data of all.
+        gradient is P. A parameter that is sliced along it is used on the data of all; servers add up the
+        gradients of their rows.
         """
-        if axis in self.sliced_dims:
+        if axis in self.sliced_dims or self.rows_on_servers:
             return self
         return replace(
             self,
@@ -78,7 +81,10 @@ class ParamSharding:
     def grad_reductions(self) -> dict[str, str]:
         """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one;
         to an owner, it is a reduce. What varies (V) is a whole gradient on each rank, and summed with none.
+        Rows on servers have none: the gradients of a few come as messages, and are added there.
         """
+        if self.rows_on_servers:
+            return {}
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
             axis: redistribution_name(

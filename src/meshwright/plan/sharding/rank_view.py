@@ -26,7 +26,7 @@ class RankView:
     """What the rank at `coordinate` (its index along every axis) has of `plan`.
 
     A rank outside of the mesh has no coordinate: it runs no block and holds no parameter. A rank that
-    `is_server` runs no block either, and holds the parameters that it owns.
+    `is_server` runs no block either, and holds the parameters that it owns, or has rows of.
     """
 
     plan: ShardingPlan
@@ -41,11 +41,13 @@ class RankView:
     @cached_property
     def model_spec(self) -> ModelSpec:
         """The block calls that this rank runs, and the parameters that it holds."""
+        rows = {each.param.name for each in self.plan.params_on_servers}
         if not self.is_server:
-            return self.stage_spec
+            kept = tuple(param for param in self.stage_spec.params if param.name not in rows)
+            return replace(self.stage_spec, params=kept) if rows else self.stage_spec
         index = self.coordinate[self.plan.server_axis]
         owned = {each.param.name for each in self.plan.param_shardings if each.owner_index == index}
-        params = tuple(param for param in self.stage_spec.params if param.name in owned)
+        params = tuple(param for param in self.stage_spec.params if param.name in owned | rows)
         return replace(self.stage_spec.restricted_to(()), params=params)
 
     @cached_property
@@ -70,7 +72,8 @@ class RankView:
     @cached_property
     def unsliced_param_shardings(self) -> tuple[ParamSharding, ...]:
         """The shardings of this rank's parameters, unsliced, with the block calls of this rank."""
-        if self.coordinate and not self.plan.block_calls_by_pp_rank and not self.is_server:
+        holds_all = not self.is_server and not self.plan.params_on_servers
+        if self.coordinate and not self.plan.block_calls_by_pp_rank and holds_all:
             return self.plan.param_shardings
         local = {param.name: param.block_calls for param in self.model_spec.params}
         return tuple(

@@ -40,7 +40,7 @@ class ShardingPlan:
     parameters, each parameter and each shard begins at a multiple of `align_numel` elements.
     Model states rest in `tiers`. What autograd saves in `encoded_calls` rests in another form until backward.
     The last `num_servers` ranks along `server_axis` take no samples and run no block call: they keep and step
-    parameters for the others, the workers.
+    parameters for the others, the workers; of `params_on_servers` they alone have rows.
     """
 
     mesh: Mesh
@@ -231,6 +231,11 @@ class ShardingPlan:
             return ()
         return (*range(self.num_workers), owner_index)
 
+    @cached_property
+    def params_on_servers(self) -> tuple[ParamSharding, ...]:
+        """The parameters whose rows lie on the ranks that only serve."""
+        return tuple(each for each in self.param_shardings if each.rows_on_servers)
+
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different tokens of the same samples, outermost first."""
@@ -249,8 +254,10 @@ class ShardingPlan:
 
     def param_sum_axes(self, param_sharding: ParamSharding, *axes: str) -> tuple[str, ...]:
         """Returns those of `sum_axes(*axes)` along which the gradient of a parameter is summed: not where it
-        is sliced, since its gradient is complete there.
+        is sliced, since its gradient is complete there, and not if servers add the gradients of its rows.
         """
+        if param_sharding.rows_on_servers:
+            return ()
         return tuple(axis for axis in self.sum_axes(*axes) if axis not in param_sharding.sliced_dims)
 
     @property
@@ -345,6 +352,7 @@ class ShardingPlan:
                 (each.shard_alignment, each.owner_axes, each.owner_index) if each.flat_shard_axes else (),
                 # copies must have equal codes, so that they lie among copies
                 (each.is_compressed, in_mesh_order(each.sliced_dims) if each.is_coded else ()),
+                each.param.name if each.rows_on_servers else "",
             )
             found.setdefault(key, []).append(each)
         groups = [
@@ -363,19 +371,26 @@ class ShardingPlan:
         for group in param_groups:
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
-                ranks, first = self.mesh.group_size(axes), group.param_shardings[0]
+                first, param = group.param_shardings[0], group.params[0]
+                has_rows, members = first.rows_on_servers, self.served_indices(first.owner_index)
                 found[group.name] = FlatParamSpec.build(
                     group.name,
                     group.params,
                     axes,
-                    ranks,
+                    self.num_servers if has_rows else self.mesh.group_size(axes),
                     first.shard_alignment,
                     full_numels,
                     self.align_numel,
                     first.owner_index,
-                    self.served_indices(first.owner_index),
+                    tuple(self.server_indices) if has_rows else members,
+                    row_numel=param.numel // param.shape[0] if has_rows else 1,
                 )
         return found
+
+    def sum_members(self, axes: Iterable[str]) -> tuple[int, ...]:
+        """Returns the indices along `axes` of the ranks that sum gradients: workers; empty: all."""
+        has_rows = self.params_on_servers and self.server_axis in axes
+        return tuple(range(self.num_workers)) if has_rows else ()
 
     def packed_numel(self, params: Iterable[ParamSpec]) -> int:
         """Returns the elements of a bucket of `params`, the padding behind each included."""
@@ -420,6 +435,7 @@ class ShardingPlan:
         name += f" over {' '.join(is_own_group)}" if is_own_group else ""
         name += " experts" if set(first.sliced_dims) & set(self.grad_sum_axes) else ""
         name += " in uneven slices" if uneven else ""
+        name += f" rows of {first.param.name}" if first.rows_on_servers else ""
         if first.flat_shard_axes and first.shard_alignment != "element":
             name += (
                 f" by owner along {' '.join(first.owner_axes)}"

@@ -29,6 +29,7 @@ from meshwright.report.terminal.fold_repeated_lines import folded_rows
 from meshwright.report.terminal.memory_and_sent_bytes import (
     busiest_rank,
     expected_text,
+    hosted_rows_text,
     rounds_text,
     sent_table,
     servers_text,
@@ -97,6 +98,8 @@ KIND_TEXTS = {
     "PULL": "receive parameters from their server",
     "TAKE": "receive the gradients of the worker that comes first",
     "GIVE": "send parameters to the workers that may go on",
+    "PULL_ROWS": "send ids to hosts, and the rows of these to workers",
+    "PUSH_ROWS": "send the gradients of rows to their hosts, which add them",
     "NOISE_SCALE": "estimate the gradient noise scale",
     "ROUND_TOTALS": "add loss and counts of the step to those of the round",
     "ROUND_SUM": "sum loss and counts of the round over the sites",
@@ -118,7 +121,7 @@ KINDS_WITH_SUBJECT = (
     *("PACK_ROUND", "AVERAGE", "OUTER_REDUCE", "END_ROUND"),
     *("PACK_ROUND_SITE", "AVERAGE_SITE", "END_ROUND_SITE"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
-    *("PUSH", "PULL", "TAKE", "GIVE"),
+    *("PUSH", "PULL", "TAKE", "GIVE", "PULL_ROWS", "PUSH_ROWS"),
 )
 
 
@@ -164,6 +167,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
         **staleness_text(plan),
         **rounds_text(plan),
         **servers_text(plan),
+        **hosted_rows_text(plan),
         "states per rank": states_text(plan),
         **_pretrained_text(plan),
         "sent per rank and step": _sent_text(plan) + expected_text(plan),

@@ -199,7 +199,9 @@ def expected_text(plan: Plan) -> str:
     more = sum(size.at_most - size.expected for size in sizes)
     if not sizes:
         return ""
-    return f" expected, at most {format_nbytes(more)} more: the choice of experts decides"
+    what = "the rows that are looked up" if plan.sharding.params_on_servers else "the choice of experts"
+    verb = "decide" if plan.sharding.params_on_servers else "decides"
+    return f" expected, at most {format_nbytes(more)} more: {what} {verb}"
 
 
 def servers_text(plan: Plan) -> dict[str, str]:
@@ -223,6 +225,26 @@ def servers_text(plan: Plan) -> dict[str, str]:
     more = ["..."] if len(arriving) > len(shown) else []
     text = f"gradients per step: {', '.join([*shown, *more])}, from all ranks whose parameters it steps"
     return {"servers": text}
+
+
+def hosted_rows_text(plan: Plan) -> dict[str, str]:
+    """Returns a row that says which parameters have their rows on ranks that only serve; {} if none has."""
+    sharding, shown = plan.sharding, list[str]()
+    specs = {
+        name: spec
+        for spec in sharding.build_flat_params(sharding.param_groups).values()
+        for name, _, _ in spec.params
+    }
+    for param in (each.param for each in sharding.params_on_servers):
+        rows, *row = param.shape
+        stretch = specs[param.name].shard_numel * rows // param.numel
+        shown.append(f"{param.name} ({rows:,} rows of {' x '.join(map(str, row))}, {stretch:,} on a host)")
+    if not shown:
+        return {}
+    ranks = ", ".join(str(rank) for rank in range(plan.mesh.world_size) if plan.is_server(rank))
+    more = [f"{len(shown) - MAX_SHOWN_RANKS} more"] if len(shown) > MAX_SHOWN_RANKS else []
+    text = f"on the hosts, rank {ranks}: {', '.join([*shown[:MAX_SHOWN_RANKS], *more])}"
+    return {"rows": f"{text}; workers pull those that a microbatch looks up"}
 
 
 def rounds_text(plan: Plan) -> dict[str, str]:

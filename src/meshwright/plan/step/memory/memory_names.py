@@ -79,6 +79,26 @@ def saved_sums_name(block_call: str, number: int, microbatch: int | None) -> str
     return f"saved sums({block_call}, {number}, {microbatch})"
 
 
+def rows_name(module: str, microbatch: int | None) -> str:
+    """Returns the name of the rows of the table of `module` that a worker has pulled."""
+    return f"rows({module}, {microbatch})"
+
+
+def row_grads_name(module: str, microbatch: int | None) -> str:
+    """Returns the name of the gradients of these rows, held until they have left."""
+    return f"row gradients({module}, {microbatch})"
+
+
+def row_sum_name(param: str) -> str:
+    """Returns the name of the summed gradients of the rows of `param` that a host has."""
+    return f"{_SUM}(rows of {param})"
+
+
+def row_ids_name(module: str, microbatch: int | None) -> str:
+    """Returns the name of the places of the rows that a host has given, held until their gradients come."""
+    return f"row ids({module}, {microbatch})"
+
+
 def values_not_zero_name(block_call: str, microbatch: int | None) -> str:
     """Returns the name of the values that `gist` keeps of results of ReLU in a block call."""
     return f"{VALUES_NOT_ZERO}({block_call}, {microbatch})"
