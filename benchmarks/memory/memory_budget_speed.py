@@ -10,7 +10,8 @@ torch      torch.compile with `activation_memory_budget` (min-cut partitioner, k
 Peak bytes are those that torch's CPU allocator gave out within a step and has not got back, on all sides.
 They are as many to a thousandth: a step of torch's that keeps everything has 24 bytes less than one of ours.
 
-What it chooses equals trying everything (`memory_budget`).
+Budgets are given measured milliseconds of the forwards of blocks (`forward_ms`), as commands give those of
+`bench device`. What they choose equals trying everything (`memory_budget`).
 
 python -m benchmarks.memory.memory_budget_speed             about twenty minutes
 python -m benchmarks.memory.memory_budget_speed --quick     few rounds; writes nothing
@@ -19,9 +20,11 @@ python -m benchmarks.memory.memory_budget_speed --quick     few rounds; writes n
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,7 +52,7 @@ NAME = "memory_budget_speed"
 CLAIM = "memory_budget is no slower than greedy and torch's memory budget in as many measured bytes"
 WINDOW, QUICK = Window(15, 40, 300, warmup=1), Window(2, 3, 60, window_s=0.0, threshold=64.0, warmup=1)
 TOKENS, VOCABULARY, MIB = 128, 1_000, 2**20
-FIRST_STEPS = 3
+FIRST_STEPS, FORWARDS = 3, 9
 BYTES_TOLERANCE = 1e-3
 FRACTIONS = (0.3, 0.5, 0.7)  # of what is held when everything is kept
 KEEPS_ALL = MemoryBudget(1e6)
@@ -136,6 +139,22 @@ def peak_nbytes(configuration: Step | TorchStep) -> int:
     return max(accumulate(each.nbytes() for each in ordered))  # pyrefly: ignore[missing-attribute]
 
 
+def block_ms(model: nn.Module, block_calls: Sequence[str], batch: Batch) -> tuple[float, ...]:
+    """Returns the median milliseconds of the forward of each block call, each of another module."""
+    begun, found = dict[str, float](), {name: list[float]() for name in block_calls}
+    handles = []
+    for name in block_calls:
+        module = model.get_submodule(name)
+        begin = partial(lambda name, *_: begun.update({name: time.process_time()}), name)
+        end = partial(lambda name, *_: found[name].append(time.process_time() - begun[name]), name)
+        handles += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    for _ in range(FORWARDS):
+        model(**batch)
+    for handle in handles:
+        handle.remove()
+    return tuple(1e3 * median(found[name]) for name in block_calls)
+
+
 def is_as_small(nbytes: int, limit: int) -> bool:
     """Returns whether `nbytes` are at most `limit`, to a thousandth."""
     return nbytes <= limit * (1 + BYTES_TOLERANCE)
@@ -149,17 +168,20 @@ def _timed(run: Callable[[], object]) -> Cost:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that was analyzed, its batch, and its plans on one device."""
+    """A model that was analyzed, its batch, its plans on one device, and milliseconds of its blocks."""
 
     analyzed: AnalyzedModel
     batch: dict[str, torch.Tensor]
+    forward_ms: tuple[float, ...]
 
     @classmethod
     def of(cls, name: str) -> "Subject":
         """Returns the model `name`."""
         make, batch = MODELS[name][0], MODELS[name][1]()
         torch.manual_seed(0)
-        return cls(analyze(make(), batch, loss=token_cross_entropy()), batch)
+        model = make()
+        analyzed = analyze(model, batch, loss=token_cross_entropy())
+        return cls(analyzed, batch, block_ms(model, analyzed.model_spec.block_calls, batch))
 
     def plan(self, *strategies: Strategy) -> Plan:
         """Returns the plan with `strategies`, with SGD."""
@@ -192,13 +214,13 @@ class Subject:
 
     def largest_budget(self, nbytes: int, tries: int) -> MemoryBudget:
         """Returns the largest budget that was found to take at most `nbytes` at the measured peak."""
-        low, high = self.planned_nbytes(MemoryBudget()), self.planned_nbytes()
-        best = MemoryBudget()
+        best = MemoryBudget(forward_ms=self.forward_ms)
+        low, high = self.planned_nbytes(best), self.planned_nbytes()
         if is_as_small(peak_nbytes(self.step("tried", KEEPS_ALL)), nbytes):
             return KEEPS_ALL
         for _ in range(tries):
             middle = (low + high) / 2
-            budget = MemoryBudget(budget_mb=1.05 * middle / MIB)
+            budget = replace(best, budget_mb=1.05 * middle / MIB)
             if is_as_small(peak_nbytes(self.step("tried", budget)), nbytes):
                 best, low = budget, middle
             else:
