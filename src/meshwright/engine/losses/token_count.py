@@ -26,6 +26,7 @@ class TokenCounter:
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
         self._message = torch.zeros(4, dtype=torch.float64)
         self._totals: Sequence[float] | None = None
+        self._sum_name = ""  # of the action that sums over ranks
         self._host_copy: HostCopy | None = None  # of the message, where the device sums it
         self._divisors: dict[int, torch.Tensor] = {}  # on the device, by index in the message
 
@@ -66,14 +67,14 @@ class TokenCounter:
                 else (0.0, state.step.stop_requested, 0, 0.0, *[0.0] * len(each_weight))
             )
             (self._message,) = state.copies.to_device([torch.tensor(header, dtype=torch.float64)])
-            self._totals = None  # known once the sum over ranks has arrived
+            self._totals, self._sum_name = None, action.name  # known once the sum over ranks has arrived
             state.start_collective(action, self._message)
             if state.copies.is_async:
                 self._host_copy = state.copies.start_read(self._message, state.works[action.name])
                 state.issue(action, self._host_copy)
 
     def totals(self) -> Sequence[float]:
-        """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended.
+        """Returns weight, stop requests, samples and tokens over all ranks, once TOKEN_COUNT has ended.
 
         On a GPU this waits until the device has begun the step.
         """
@@ -82,6 +83,8 @@ class TokenCounter:
     def _step_totals(self) -> Sequence[float]:
         if self._totals is None:
             copy = self._host_copy
+            if self._sum_name:  # of ranks without a loss, codes of gradients are the first to ask
+                self._state.works[self._sum_name].wait()
             self._totals = self._message.tolist() if copy is None else copy.values()
         return self._totals
 
