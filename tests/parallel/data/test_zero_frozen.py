@@ -199,12 +199,12 @@ def test_a_traced_rank_sends_what_the_program_states(stage: int):
 def test_corrupted_integer_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
     usual = FlatParamStore._make_sharded
 
-    def cast(self: FlatParamStore, flat_param, buffer, nbytes):
+    def cast(self: FlatParamStore, spec):
         parameters = self._state.trained_module.parameters
-        for name, _, _ in flat_param.params:
+        for name, _, _ in spec.params:
             if parameters[name].dtype == torch.int8:
                 parameters[name].data = parameters[name].data.clamp(-7, 7)  # as four bits would hold it
-        return usual(self, flat_param, buffer, nbytes)
+        return usual(self, spec)
 
     monkeypatch.setattr(FlatParamStore, "_make_sharded", cast)
     analyzed = mixed()

@@ -72,9 +72,9 @@ def test_an_output_in_the_place_of_another_is_noticed(monkeypatch: pytest.Monkey
     assert verdict_of(case_of(analyzed("llama"), plan)).passed
 
     class Swapped(TakeOutputs):
-        def __init__(self, ops, kept, block_call) -> None:
+        def __init__(self, ops, kept, *more) -> None:
             kept[1], kept[2] = kept[2], kept[1]  # keys and values
-            super().__init__(ops, kept, block_call)
+            super().__init__(ops, kept, *more)
 
     monkeypatch.setattr(selective_outputs, "TakeOutputs", Swapped)
     assert first_of(verdict_of(case_of(analyzed("llama"), plan)))[:2] == (0, "gradient")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from meshwright.comm.collectives.group import Work
 from meshwright.engine.runtime.async_copies import HostCopy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.step.program import Action
@@ -26,7 +27,7 @@ class TokenCounter:
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
         self._message = torch.zeros(4, dtype=torch.float64)
         self._totals: Sequence[float] | None = None
-        self._sum_name = ""  # of the action that sums over ranks
+        self._sum: Work | None = None  # over ranks
         self._host_copy: HostCopy | None = None  # of the message, where the device sums it
         self._divisors: dict[int, torch.Tensor] = {}  # on the device, by index in the message
 
@@ -67,8 +68,9 @@ class TokenCounter:
                 else (0.0, state.step.stop_requested, 0, 0.0, *[0.0] * len(each_weight))
             )
             (self._message,) = state.copies.to_device([torch.tensor(header, dtype=torch.float64)])
-            self._totals, self._sum_name = None, action.name  # known once the sum over ranks has arrived
+            self._totals = None  # known once the sum over ranks has arrived
             state.start_collective(action, self._message)
+            self._sum = state.works[action.name]
             if state.copies.is_async:
                 self._host_copy = state.copies.start_read(self._message, state.works[action.name])
                 state.issue(action, self._host_copy)
@@ -83,8 +85,8 @@ class TokenCounter:
     def _step_totals(self) -> Sequence[float]:
         if self._totals is None:
             copy = self._host_copy
-            if self._sum_name:  # of ranks without a loss, codes of gradients are the first to ask
-                self._state.works[self._sum_name].wait()
+            if self._sum is not None:  # of ranks without a loss, codes of gradients are the first to ask
+                self._sum.wait()
             self._totals = self._message.tolist() if copy is None else copy.values()
         return self._totals
 
