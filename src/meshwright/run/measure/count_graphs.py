@@ -33,6 +33,8 @@ from meshwright.verifier.message_trace import NeedsRealTensorsError, trace_rank
 NUM_EQUAL_STEPS = 3
 MAX_REAL_NUMEL = 10**8  # parameters of a model that runs on real tensors here
 OTHER_TYPE = "to be a tensor type, "
+# torch finds that all guards hold: what failed was of that moment, such as a fake tensor set free
+GUARDS_HOLD = "runtime guards failed even though they passed"
 DYNAMO_LOGGER = "torch._dynamo"
 CPU = torch.device("cpu")
 
@@ -104,7 +106,11 @@ def _graphs_by_rank(
                 graphs = trace(fake=False)
         if graphs is not None and graphs.classes:
             # a stage receives real tensors here, and its blocks return fake ones: no run has both
-            graphs.graphs = [each for each in graphs.graphs if OTHER_TYPE not in each.recompiled]
+            graphs.graphs = [
+                each
+                for each in graphs.graphs
+                if OTHER_TYPE not in each.recompiled and GUARDS_HOLD not in each.recompiled
+            ]
             found.append(graphs)
     return found
 
