@@ -20,6 +20,7 @@ from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
 from meshwright.plan.step.program import Action, Program, Role, drop_single_rank_transfers
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.single_device_program import (
+    EVERY_RANK_KINDS,
     forwards_first,
     sequential_stage_calls,
     single_device_program,
@@ -27,7 +28,6 @@ from meshwright.plan.step.single_device_program import (
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_interface import Strategy
 
-EVERY_RANK_KINDS = ("TOKEN_COUNT", "LOSS_SUM", "LOCAL_NORM", "GLOBAL_NORM", "CLIP", "STEP")
 MESSAGE_KINDS = ("UNSHARD", "REDUCE", "REDUCE_TIED", "WAIT")  # of parameters, and of their gradients
 
 

@@ -38,7 +38,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.tensor_placements import AVERAGES
 from meshwright.plan.step.program import Action, Role, Transfer, transitive_waits
 from meshwright.plan.step.simulator import qualified_name
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, ROW_KINDS
 from meshwright.plan.step.tied_params import sums_grads
 
 LAST_MESSAGES = MappingProxyType(
@@ -49,7 +49,6 @@ LAST_MESSAGES = MappingProxyType(
         "reduce": ("reduce", "gather"),
     }
 )
-ROW_KINDS = ("PULL_ROWS", "PUSH_ROWS")
 TO_OR_FROM_OWNER: Mapping[str, str] = MappingProxyType({"reduce": "to", "broadcast": "from"})
 
 

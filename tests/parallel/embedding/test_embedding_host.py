@@ -12,10 +12,9 @@ from meshwright.engine.optim.make_optimizers import OptimizerMaker
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.action_table import plan_summary
-from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
@@ -31,6 +30,7 @@ from tests.parallel.embedding.host_plans import (
     recommender,
     samples_of,
 )
+from tests.parallel.server.server_plans import parameters_after
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, case_of, tiny_job, verdict_of
 
@@ -47,20 +47,9 @@ def trained(
     folder: Path | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Each rank's parameters after `steps`, from the checkpoint `start`; saved in `folder` in the end."""
-
-    def body(world: World) -> dict[str, torch.Tensor]:
-        executor = executor_on(plan, world, optimizer)
-        if start is not None:
-            executor.load_state_dict(load_tensors(start)[0], steps.start)
-        for step in steps:
-            executor.step(samples_of(plan, world.rank, step))
-        if folder is not None:
-            save_tensors(folder, steps.stop, executor.state_dict(), {}, world.group(AXES), keep=9)
-        found = {name: each.clone() for name, each in executor.gather_parameters().items()}
-        executor.close()
-        return found
-
-    return run_on_threads(body, plan.mesh)
+    return parameters_after(
+        plan, lambda world: executor_on(plan, world, optimizer), samples_of, steps, start, folder
+    )
 
 
 def one_device(**job: object) -> Plan:

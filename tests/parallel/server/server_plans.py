@@ -8,6 +8,7 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.ledger import LedgerEntry
+from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
@@ -53,13 +54,32 @@ def trained(
     analyzed: AnalyzedModel | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """Each rank's parameters after `steps`, from the checkpoint `start`; saved in `folder` in the end."""
+    return parameters_after(
+        plan,
+        lambda world: executor_of(analyzed or analyzed_model(), plan, world),
+        samples_of,
+        steps,
+        start,
+        folder,
+    )
+
+
+def parameters_after(
+    plan: Plan,
+    make_executor: Callable[[World], StepExecutor],
+    samples: Callable[[Plan, int, int], dict[str, torch.Tensor]],
+    steps: range,
+    start: Path | None,
+    folder: Path | None,
+) -> list[dict[str, torch.Tensor]]:
+    """The same for any ranks, each on `samples(plan, rank, step)`."""
 
     def body(world: World) -> dict[str, torch.Tensor]:
-        executor = executor_of(analyzed or analyzed_model(), plan, world)
+        executor = make_executor(world)
         if start is not None:
             executor.load_state_dict(load_tensors(start)[0], steps.start)
         for step in steps:
-            executor.step(samples_of(plan, world.rank, step))
+            executor.step(samples(plan, world.rank, step))
         if folder is not None:
             save_tensors(folder, steps.stop, executor.state_dict(), {}, world.group(AXES), keep=9)
         found = {name: each.clone() for name, each in executor.gather_parameters().items()}

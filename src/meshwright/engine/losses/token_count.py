@@ -72,7 +72,7 @@ class TokenCounter:
             state.start_collective(action, self._message)
             self._sum = state.works[action.name]
             if state.copies.is_async:
-                self._host_copy = state.copies.start_read(self._message, state.works[action.name])
+                self._host_copy = state.copies.start_read(self._message, self._sum)
                 state.issue(action, self._host_copy)
 
     def totals(self) -> Sequence[float]:
@@ -84,9 +84,9 @@ class TokenCounter:
 
     def _step_totals(self) -> Sequence[float]:
         if self._totals is None:
+            if self._host_copy is None and self._sum is not None:
+                self._sum.wait()  # on ranks without a loss, codes of gradients are the first to ask
             copy = self._host_copy
-            if self._sum is not None:  # of ranks without a loss, codes of gradients are the first to ask
-                self._sum.wait()
             self._totals = self._message.tolist() if copy is None else copy.values()
         return self._totals
 

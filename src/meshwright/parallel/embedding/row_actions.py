@@ -19,15 +19,15 @@ from meshwright.plan.step.memory.memory_names import row_grads_name, row_ids_nam
 from meshwright.plan.step.program import Action, Allocation, RuntimeSize, Transfer
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.single_device_program import (
+    EVERY_RANK_KINDS,
     FORWARD_KINDS,
+    ROW_KINDS,
     WEIGHT_GRAD_KINDS,
     samples_per_microbatch,
 )
 
 ID_DTYPE = "int64"
 ID_NBYTES = INTEGER_NBYTES[ID_DTYPE]
-HOST_KINDS = ("PULL_ROWS", "PUSH_ROWS")
-EVERY_RANK_KINDS = ("TOKEN_COUNT", "LOSS_SUM", "LOCAL_NORM", "GLOBAL_NORM", "CLIP", "STEP")
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,18 @@ class _RowMessages:
         nbytes = 0 if rows is None else rows.expected
         return Transfer("all_to_all_v", (self.axis,), nbytes, dtype=dtype, runtime_size=rows)
 
+    def push(self, table: HostedTable, backward: Action, rows: RuntimeSize | None) -> Action:
+        """Returns the push to `table` behind `backward`, in which a rank sends the gradients of `rows`."""
+        return Action(
+            "PUSH_ROWS",
+            table.module,
+            backward.microbatch,
+            stream="comm",
+            waits=(backward.name,),
+            tensors=(table.param,),
+            transfer=self.message(self.dtype, rows),
+        )
+
     def row_nbytes(self, table: HostedTable) -> int:
         """Returns the bytes of a row of `table`."""
         return table.width * FLOAT_NBYTES[self.dtype]
@@ -147,16 +159,8 @@ class _WorkerActions(_RowMessages):
         yield self._with_memory(action, tables, row_grads_name)
         for table in tables:
             rows = self._rows(table, action.microbatch, self.row_nbytes(table))
-            yield Action(
-                "PUSH_ROWS",
-                table.module,
-                action.microbatch,
-                stream="comm",
-                waits=(action.name,),
-                tensors=(table.param,),
-                transfer=self.message(self.dtype, rows),
-                frees=(rows_name(table.module, action.microbatch),),
-            )
+            frees = (rows_name(table.module, action.microbatch),)
+            yield replace(self.push(table, action, rows), frees=frees)
 
     def _with_memory(
         self, action: Action, tables: Sequence[HostedTable], name: Callable[[str, int | None], str]
@@ -205,17 +209,9 @@ class _HostActions(_RowMessages):
         for table in tables:
             is_first = all(each.kind != "PUSH_ROWS" or each.subject != table.module for each in before)
             total = Allocation(row_sum_name(table.param), table.stretch * self.row_nbytes(table))
-            yield Action(
-                "PUSH_ROWS",
-                table.module,
-                action.microbatch,
-                stream="comm",
-                waits=(action.name,),
-                tensors=(table.param,),
-                transfer=self.message(self.dtype, None),
-                allocations=(total,) if is_first else (),
-                frees=(row_ids_name(table.module, action.microbatch),),
-            )
+            frees = (row_ids_name(table.module, action.microbatch),)
+            push = self.push(table, action, None)
+            yield replace(push, allocations=(total,) if is_first else (), frees=frees)
 
     def _rows(self, table: HostedTable, microbatch: int | None, row_nbytes: int) -> RuntimeSize:
         own = table.bounds[self.number + 1] - table.bounds[self.number]
@@ -229,10 +225,10 @@ def host_actions(worker: str, actions: Sequence[Action], owned: Collection[str])
     """Yields the list of a host of the parameters `owned`: what stands in the list `actions` of its workers,
     of the role `worker`, for it, and what all ranks do.
     """
-    kinds = (*HOST_KINDS, *EVERY_RANK_KINDS)
+    kinds = (*ROW_KINDS, *EVERY_RANK_KINDS)
     kept = {action.name for action in actions if action.kind in kinds}
     for action in actions:
-        if action.kind in HOST_KINDS:  # what it waits for are the workers
+        if action.kind in ROW_KINDS:  # what it waits for are the workers
             yield replace(action, waits=tuple(qualified_name(worker, wait) for wait in action.waits))
         elif action.kind in EVERY_RANK_KINDS:
             waits = [wait for wait in action.waits if wait in kept]

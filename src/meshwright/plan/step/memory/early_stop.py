@@ -30,7 +30,6 @@ def stop_reruns_early(actions: Sequence[Action], model_spec: ModelSpec) -> list[
     layers = dict[str, tuple[str, ...]]()
     for each in model_spec.unread_products:
         layers[each.block_call] = (*layers.get(each.block_call, ()), each.layer)
-
     whole = _forward_flops(actions)
 
     def edit(action: Action) -> Action:
