@@ -43,7 +43,7 @@ class PeakLive(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 self._count_storage(tensor)
         self._update_peak()
         return out
@@ -55,7 +55,7 @@ class PeakLive(TorchDispatchMode):
 
     def _count_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._on_disk:
+        if storage.device.type == "meta" or storage._cdata in self._on_disk:  # a fake tensor's is meta, too
             return
         before = self._live.get(storage._cdata)
         if before is None or before[0].expired():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.context_parallel.context_memory import (
     Case,
@@ -23,6 +24,12 @@ def test_an_operation_that_goes_beyond_the_limit_fails() -> None:
         with pytest.raises(MemoryError, match="4,400 bytes live, and there are 4,000"):
             kept + torch.ones(200)
     assert live.peak == 4400
+
+
+def test_fake_tensors_use_nothing_of_the_limit() -> None:
+    with PeakLive(limit=4000) as live, FakeTensorMode():
+        torch.ones(2000)
+    assert live.peak == 0
 
 
 def test_one_rank_trains_on_the_longest_sequence_and_on_no_longer_one() -> None:
