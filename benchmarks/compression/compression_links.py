@@ -1,21 +1,23 @@
 """Steps with compressed gradients against exact ones between two hosts, at 100 Mbit/s and at 1 Gbit/s.
 
-A Llama of 25.6 M parameters, one sample of 128 tokens on each of two hosts (256 in a step), over gloo. All
-sides of a rate are measured in turn in one run: torch DDP, its PowerSGD hook (rank 4, one bucket: with more
-it dies on gloo), and our plans, exact and compressed; a second instance of the first side shows the noise.
+A Llama of 25.6 M parameters, 256 tokens in a step, over gloo. Sides of a group are measured in turn in one
+run; a second instance of its first side shows the noise.
 
-    ddp            int8 and powersgd against ddp without them, and against torch
-    zero 2, 3      int8 reduce-scatters against exact ones; at stage 3 weights still travel exactly
+    one rank per host      ddp with int8 or powersgd (few buckets, and many), torch's DDP, its PowerSGD hook
+                           (rank 4, one bucket: with more it ends with an error on gloo)
+    two ranks per host     zero 2, zero 3, tp 2 or pp 2 within the host, copies across hosts: only the sums of
+                           gradients across hosts are codes; 100 Mbit/s alone, each with its own exact plan
 
 Hosts are network namespaces (tests/network/virtual_hosts.py), which share two cores.
 
+    python -m benchmarks.compression.compression_links              about 25 minutes
     python -m benchmarks.compression.compression_links --quick      three rounds at 1 Gbit/s, nothing written
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -39,16 +41,17 @@ from tests.network.virtual_hosts import unavailable_reason, virtual_hosts
 NAME = "compression_links"
 CLAIM = (
     "two hosts, Llama of 25.6 M, 256 tokens a step: int8 gradients are at least 3.1 x as fast as ddp at 100 "
-    "Mbit/s, and 1.5 x at 1 Gbit/s"
+    "Mbit/s, 1.5 x at 1 Gbit/s, 2.8 x with zero 2, zero 3, tp 2 or pp 2 inside hosts; "
+    "PowerSGD is at least as fast as torch's hook"
 )
-WORKLOAD, HOSTS = "small", 2
-BARS = {100: 3.1, 1000: 1.5}  # of ddp / ddp with int8, by Mbit/s
-PAIRS = {  # what is compared with what
+HOSTS, SLOW, FAST = 2, 100, 1000  # rates in Mbit/s
+BARS = {SLOW: 3.1, FAST: 1.5}  # of ddp / ddp with int8
+INNER_BAR, TORCH_BAR = 2.8, 1.0
+PAIRS = {  # what is compared with what, with one rank per host
     "ddp int8": "ddp",
     "ddp powersgd": "ddp",
+    "ddp powersgd, many buckets": "ddp",
     "torch ddp powersgd": "torch ddp",
-    "zero 2 int8": "zero 2",
-    "zero 3 int8": "zero 3",
 }
 WINDOWS = {
     100: Window(clean=5, most=8, limit_s=600, warmup=1, threshold=0.5),
@@ -56,19 +59,28 @@ WINDOWS = {
 }
 OPENED = ExitStack()  # what a rank has opened, as long as its process lives
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
+Tables = tuple[Mapping[str, Any], ...]  # strategies, as in a config
 INT8, POWERSGD = (
     {"name": "compress", "mode": "int8"},
     {"name": "compress", "mode": "powersgd", "rank": 4},
 )
-DDP = ({"name": "batch_split"}, {"name": "ddp"})
-SIDES: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+SPLIT = {"name": "batch_split"}
+DDP = (SPLIT, {"name": "ddp"})
+FLAT = Mesh(dp_replicate=HOSTS)
+SIDES: Mapping[str, Tables] = {
     "ddp": DDP,
     "ddp int8": (*DDP, INT8),
     "ddp powersgd": (*DDP, POWERSGD),
-    "zero 2": ({"name": "batch_split"}, {"name": "zero", "axis": "dp_replicate", "stage": 2}),
-    "zero 2 int8": ({"name": "batch_split"}, {"name": "zero", "axis": "dp_replicate", "stage": 2}, INT8),
-    "zero 3": ({"name": "batch_split"}, {"name": "zero", "axis": "dp_replicate", "stage": 3}),
-    "zero 3 int8": ({"name": "batch_split"}, {"name": "zero", "axis": "dp_replicate", "stage": 3}, INT8),
+    "ddp powersgd, many buckets": (SPLIT, {"name": "ddp", "bucket_mb": 4.0}, POWERSGD),
+}
+SHARDED = Mesh(dp_replicate=HOSTS, dp_shard=2)
+SPLITS = (SPLIT, {"name": "batch_split", "axis": "dp_shard"})
+HYBRID = {"name": "zero", "replicate_axis": "dp_replicate"}
+INNER: Mapping[str, tuple[Mesh, Tables]] = {  # exact plans of two ranks per host
+    "zero 2": (SHARDED, (*SPLITS, {**HYBRID, "stage": 2})),
+    "zero 3": (SHARDED, (*SPLITS, {**HYBRID, "stage": 3})),
+    "tp 2": (Mesh(dp_replicate=HOSTS, tp=2), (*DDP, {"name": "tensor_parallel"})),
+    "pp 2": (Mesh(dp_replicate=HOSTS, pp=2), (*DDP, {"name": "pipeline"})),
 }
 
 
@@ -78,13 +90,14 @@ def our_step(
     *,
     locations: Sequence[NetworkLocation],
     endpoint: RendezvousEndpoint,
-    strategies: Sequence[Mapping[str, Any]],
+    mesh: Mesh,
+    strategies: Tables,
 ) -> Callable[[], object]:
     """Builds, in each process of `Ranks`, the step of a plan."""
-    locations[rank].enter()
-    mesh = Mesh(dp_replicate=size)
+    locations[rank * len(locations) // size].enter()
     world = OPENED.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
-    return plan_step(WORKLOAD, mesh, [make_strategy(each) for each in strategies], world)
+    workload = "small" if size == HOSTS else "short4"
+    return plan_step(workload, mesh, [make_strategy(each) for each in strategies], world)
 
 
 def torch_ddp_step(
@@ -97,7 +110,7 @@ def torch_ddp_step(
 ) -> Callable[[], object]:
     """Builds the step of torch's DDP, with its PowerSGD hook or without."""
     locations[rank].enter()
-    OPENED.enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=endpoint, timeout_s=300))
+    OPENED.enter_context(init_world(FLAT, rank, endpoint=endpoint, timeout_s=300))
 
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         if not powersgd:
@@ -107,7 +120,7 @@ def torch_ddp_step(
         wrapped.register_comm_hook(state, powerSGD_hook)
         return wrapped
 
-    return torch_step(rank, size, WORKLOADS[WORKLOAD], wrap)
+    return torch_step(rank, size, WORKLOADS["small"], wrap)
 
 
 def make_strategy(table: Mapping[str, Any]) -> Strategy:
@@ -117,41 +130,80 @@ def make_strategy(table: Mapping[str, Any]) -> Strategy:
     return modes[table.get("mode", next(iter(modes)))](**options)
 
 
-def measure_rate(rate_mbit: int, window: Window) -> Rounds:
-    """Returns the rounds of all sides between two hosts of `rate_mbit`."""
+@contextmanager
+def open_hosts(rate_mbit: int) -> Iterator[Callable[..., Ranks]]:
+    """Yields what opens a side on both hosts: (name, build, number of ranks, arguments of `build`)."""
     with virtual_hosts(HOSTS, rate_mbit) as hosts, ExitStack() as opened:
-        ports = iter(range(21000, 22000))
+        ports, locations = iter(range(21000, 22000)), [host.location for host in hosts]
 
-        def open_side(name: str, build: Callable[..., Callable[[], object]], **arguments: Any) -> Ranks:
+        def open_side(
+            name: str, build: Callable[..., Callable[[], object]], size: int = HOSTS, **arguments: Any
+        ) -> Ranks:
             endpoint = RendezvousEndpoint(hosts[0].address, next(ports))
-            locations = [host.location for host in hosts]
             return opened.enter_context(
-                Ranks(name, build, HOSTS, preload=HEAVY, locations=locations, endpoint=endpoint, **arguments)
+                Ranks(name, build, size, preload=HEAVY, locations=locations, endpoint=endpoint, **arguments)
             )
 
-        sides = [open_side(name, our_step, strategies=each) for name, each in SIDES.items()]
-        sides += [open_side("twin", our_step, strategies=DDP)]
+        yield open_side
+
+
+def measure_rate(rate_mbit: int, window: Window) -> Rounds:
+    """Returns the rounds of all sides with one rank per host, at `rate_mbit`."""
+    with open_hosts(rate_mbit) as open_side:
+        sides = [open_side(name, our_step, mesh=FLAT, strategies=each) for name, each in SIDES.items()]
+        sides += [open_side("twin", our_step, mesh=FLAT, strategies=DDP)]
         sides += [open_side("torch ddp", torch_ddp_step, powersgd=False)]
         sides += [open_side("torch ddp powersgd", torch_ddp_step, powersgd=True)]
         return measure(sides, window)
 
 
-def result(found: Mapping[int, Rounds]) -> Result:
-    """Returns the result; it shows the slower rate."""
+def measure_inner(name: str, rate_mbit: int, window: Window) -> Rounds:
+    """Returns the rounds of "exact", "int8" and "twin" of the plan `name`, with two ranks per host."""
+    mesh, strategies = INNER[name]
+    sides = {"exact": strategies, "int8": (*strategies, INT8), "twin": strategies}
+    with open_hosts(rate_mbit) as open_side:
+        return measure(
+            [
+                open_side(side, our_step, mesh.world_size, mesh=mesh, strategies=each)
+                for side, each in sides.items()
+            ],
+            window,
+        )
+
+
+def median_walls(rounds: Rounds) -> dict[str, float]:
+    """Returns the median seconds of a step of each side."""
+    return {name: round(median(rounds.figures(name, "wall_s")), 3) for name in rounds.clean[0]}
+
+
+def result(found: Mapping[int, Rounds], inner: Mapping[str, Rounds]) -> Result:
+    """Returns the result; it shows ddp at the slower rate."""
     verdicts, detail = list[bool](), dict[str, object]()
     for rate, rounds in found.items():
         factors = {name: interval(rounds.ratios(base, name, "wall_s")) for name, base in PAIRS.items()}
-        against_torch = interval(rounds.ratios("torch ddp powersgd", "ddp powersgd", "wall_s"))
+        against_torch = {
+            name: interval(rounds.ratios("torch ddp powersgd", name, "wall_s"))
+            for name in PAIRS
+            if name.startswith("ddp powersgd")
+        }
         verdicts.append(factors["ddp int8"].low >= BARS[rate])
+        if rate == SLOW:
+            verdicts += [each.median >= TORCH_BAR for each in against_torch.values()]
         detail[f"{rate} Mbit/s"] = {
             "factors": {name: asdict(each) for name, each in factors.items()},
-            "torch powersgd / ours": asdict(against_torch),
+            "torch powersgd / ours": {name: asdict(each) for name, each in against_torch.items()},
             "aa": asdict(interval(rounds.ratios("twin", "ddp", "wall_s"))),
-            "median_wall_s": {name: median(rounds.figures(name, "wall_s")) for name in rounds.clean[0]},
-            "rounds": len(rounds.clean),
-            "discarded": rounds.discarded,
+            **counts(rounds),
         }
-    shown = found[min(found)]
+    for name, rounds in inner.items():
+        factor = interval(rounds.ratios("exact", "int8", "wall_s"))
+        verdicts.append(factor.low >= INNER_BAR)
+        detail[f"{SLOW} Mbit/s, {name}"] = {
+            "factor": asdict(factor),
+            "aa": asdict(interval(rounds.ratios("twin", "exact", "wall_s"))),
+            **counts(rounds),
+        }
+    shown = found[SLOW]
     factor = interval(shown.ratios("ddp", "ddp int8", "wall_s"))
     return Result.of(
         NAME,
@@ -159,20 +211,28 @@ def result(found: Mapping[int, Rounds]) -> Result:
         values=shown.ratios("ddp", "ddp int8", "wall_s"),
         median=factor.median,
         spread=(factor.low, factor.high),
-        bar=BARS[min(found)],
+        bar=BARS[SLOW],
         holds=overall(verdicts),
-        repeats=min(len(rounds.clean) for rounds in found.values()),
-        discarded=sum(rounds.discarded for rounds in found.values()),
+        repeats=min(len(rounds.clean) for rounds in (*found.values(), *inner.values())),
+        discarded=sum(rounds.discarded for rounds in (*found.values(), *inner.values())),
         detail=detail,
     )
 
 
-def lines(rate: int, rounds: Rounds) -> Iterator[str]:
+def counts(rounds: Rounds) -> dict[str, object]:
+    """Returns the median steps and the numbers of rounds, for the details of a result."""
+    return {
+        "median_wall_s": median_walls(rounds),
+        "rounds": len(rounds.clean),
+        "discarded": rounds.discarded,
+    }
+
+
+def lines(title: str, rounds: Rounds, pairs: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each pair."""
-    for name, base in PAIRS.items():
-        yield f"{rate} Mbit/s: {base} / {name} = {interval(rounds.ratios(base, name, 'wall_s'))}"
-    wall = {name: round(median(rounds.figures(name, "wall_s")), 3) for name in rounds.clean[0]}
-    yield f"{rate} Mbit/s: {wall}"
+    for name, base in pairs.items():
+        yield f"{title}: {base} / {name} = {interval(rounds.ratios(base, name, 'wall_s'))}"
+    yield f"{title}: {median_walls(rounds)}"
 
 
 def main() -> None:
@@ -182,12 +242,16 @@ def main() -> None:
     quick = parser.parse_args().quick
     if why := unavailable_reason():
         sys.exit(why)
-    found = dict[int, Rounds]()
-    for rate in (1000,) if quick else BARS:
+    found, inner = dict[int, Rounds](), dict[str, Rounds]()
+    for rate in (FAST,) if quick else BARS:
         found[rate] = measure_rate(rate, QUICK if quick else WINDOWS[rate])
-        print("\n".join(lines(rate, found[rate])), file=sys.stderr)
+        print("\n".join(lines(f"{rate} Mbit/s", found[rate], PAIRS)), file=sys.stderr)
+    for name in INNER:
+        inner[name] = measure_inner(name, FAST if quick else SLOW, QUICK if quick else WINDOWS[SLOW])
+        pairs = {"int8": "exact", "twin": "exact"}
+        print("\n".join(lines(name, inner[name], pairs)), file=sys.stderr)
     if not quick:
-        print(result(found).write(NAME))
+        print(result(found, inner).write(NAME))
 
 
 if __name__ == "__main__":

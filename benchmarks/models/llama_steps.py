@@ -3,6 +3,7 @@
     large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute dominates
     small   the same model, 2 x 128 tokens                             communication and Python dominate
     small4  the same model, 4 x 128 tokens: small, for four ranks
+    short4  the same model, 4 x 64 tokens: the tokens of small, for four ranks
     toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python only
     toy8    the same model, 8 x 64 tokens
 
@@ -86,6 +87,7 @@ WORKLOADS = {
     "large": Workload(512, 1376, 8, 8, 8, 256),
     "small": Workload(512, 1376, 8, 8, 2, 128),
     "small4": Workload(512, 1376, 8, 8, 4, 128),
+    "short4": Workload(512, 1376, 8, 8, 4, 64),
     "toy": Workload(64, 172, 8, 4, 1, 64),
     "toy8": Workload(64, 172, 8, 4, 8, 64),
 }

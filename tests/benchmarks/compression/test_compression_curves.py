@@ -46,11 +46,12 @@ def test_bars_are_the_spread_or_a_share_of_the_loss():
 @pytest.mark.parametrize(("powersgd", "holds"), [(0.009, True), (0.011, False)])
 def test_the_claim_holds_if_every_codec_with_a_bar_is_below_it(powersgd: float, holds: bool):
     gaps = {"int8": 0.001, "int4": 0.5, "sign": 0.0, "topk": 0.001, "powersgd": powersgd}
-    found = result(verdicts(curves(gaps), STEPS))
+    found = result(verdicts(curves(gaps), STEPS), verdicts(curves({"int8": 0.02}), STEPS))
     assert found.holds is holds
     assert found.median == pytest.approx(powersgd / 0.01)
     assert json.dumps(found.detail)
     assert found.detail["codecs"]["int4"]["bar"] is None
+    assert found.detail["25.6 M, one seed"]["int8"]["gap"] == pytest.approx(0.02)
 
 
 def test_codecs_that_exist_take_their_options(tmp_path):
