@@ -108,7 +108,10 @@ class TorchStep:
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self._budget = budget
         compiler = torch._dynamo.lookup_backend(COMPILER)
-        with torch._functorch.config.patch(activation_memory_budget=budget):
+        with (
+            torch._functorch.config.patch(activation_memory_budget=budget),
+            torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),  # else the step runs uncompiled
+        ):
             # a backend of its own: models of one class with one backend share what was compiled first
             self._compiled = torch.compile(model, backend=lambda *graph: compiler(*graph))
             self._step()
@@ -250,6 +253,7 @@ def against_torch(name: str, window: Window, tries: int) -> list[dict[str, Any]]
     subject, rows = Subject.of(name), []
     for fraction in FRACTIONS:
         torch.manual_seed(0)
+        torch._dynamo.reset()  # all models count as one for the limit of recompilations
         model = MODELS[name][0]()
         try:
             theirs = TorchStep("torch", model, subject.batch, fraction)
