@@ -45,6 +45,7 @@ from meshwright.model.loss.as_loss import check_is_sum
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_saved_numel
 from meshwright.model.recording.forward_recording import Recording
+from meshwright.model.recording.plain_lookups import not_plain_lookups
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_rng import DrawSites
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
@@ -282,6 +283,7 @@ def analyze(
     if findings.experts_calls:
         findings.experts_calls = list(with_inner_splits(findings.experts_calls, make_trial_module(plan)))
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
+    model_spec = _add_lookups(model_spec, module, trial.recording)
     model_spec = replace(
         _add_residual_stream(model_spec, trial.recording),
         has_dropout=bool(sites.layouts),
@@ -369,6 +371,13 @@ def _build_model_spec(
         size_attributes=divisible.size_attributes,
         per_head_inputs=divisible.per_head_inputs,
     )
+
+
+def _add_lookups(model_spec: ModelSpec, module: nn.Module, recording: Recording) -> ModelSpec:
+    """Returns `model_spec` with why embeddings are more than a lookup."""
+    reasons = not_plain_lookups(module, recording)
+    params = (replace(each, not_plain_lookup=reasons.get(each.name, "")) for each in model_spec.params)
+    return replace(model_spec, params=tuple(params)) if reasons else model_spec
 
 
 def _add_residual_stream(model_spec: ModelSpec, recording: Recording) -> ModelSpec:

@@ -5,6 +5,7 @@ record_forward       records a forward, with one function mode and one dispatch 
 recording_json       saves a recording, and loads it, without pickle
 model_operations     the torch calls of the model's code, by which runs and block calls are compared
 parameter_dtype      which tensors have the dtype of the parameters, whatever that is
+plain_lookups        which embeddings are more than a lookup of rows of their weight
 expert_choices       which experts tokens choose in a forward, and which token chooses others
 op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """

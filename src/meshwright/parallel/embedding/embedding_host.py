@@ -41,10 +41,10 @@ optimizer states of R / k rows of each table, and steps all of them: its step ta
 of those looked up.
 Limits: beside data parallelism alone, with `ddp`: no other strategy stores, shards or recomputes. Every
 forward calls each table once. A host whose rows are looked up most is the slowest: shuffle ids if popular
-ones lie together. A block that reads the weight of its own table besides finds NaN there. Refused by name:
-tables that are tied, or that other blocks use; embeddings with `max_norm`, `scale_grad_by_freq` or `sparse`,
-or a forward of their own (found when ranks begin); optimizers of matrices or blocks; sums in 16 bits; losses
-over the samples of all ranks; the loss guard and the gradient noise scale. No full parameters are gathered
+ones lie together. Refused by name: tables that are tied, that other blocks use, or whose weight their own
+block reads besides; embeddings with `max_norm`, `scale_grad_by_freq` or `sparse`, or a forward of their own;
+optimizers of matrices or blocks; sums in 16 bits; losses over the samples of all ranks; the loss guard and
+the gradient noise scale. No full parameters are gathered
 for forwards of the user (generate, predict): checkpoints have whole tables, which any other plan loads.
 `search` does not propose it.
 Paper: Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and Recommendation
@@ -263,6 +263,9 @@ def _table_problem(call: LayerCall, param: ParamSpec, num_calls: int) -> tuple[s
             f"{param.name} is used by {' and '.join(users)}, and rows are looked up by {call.name} alone",
             "",
         )
+    if param.not_plain_lookup:
+        fix = "use a plain nn.Embedding there, and give what reads its weight a parameter of its own"
+        return f"{param.not_plain_lookup}, and workers look up rows that hosts have sent", fix
     if param.dtype:
         return f"{param.name} is trained in {param.dtype}, and hosts step the dtype of the job", ""
     return "", ""

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.comm.collectives.route import Route, exchange_counts
 from meshwright.parallel.embedding.row_actions import HostedTable
-from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.memory.memory_names import allocates_sum
 from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler, Runtime
@@ -34,8 +33,8 @@ class WorkerRows:
         self._num_workers = state.plan.sharding.num_workers
         self._pulled: dict[tuple[str, int | None], tuple[torch.Tensor, Route]] = {}  # until it is pushed
         for table in tables:
-            weight = checked_lookup(state.trained_module.module, table).weight
-            # a forward that takes the weight itself finds no number there
+            weight = state.trained_module.module.get_parameter(table.param)
+            # nothing takes the weight itself; if something did, it would find no number there
             weight.data = weight.detach().new_full((), torch.nan).expand(table.num_rows, table.width)
             state.patches.replace_forward(table.module, _Lookup(self, table))
         # a pull runs within the forward behind it, which knows the ids
@@ -121,8 +120,6 @@ class HostRows:
         self._tables: Mapping[str, HostedTable] = {table.module: table for table in tables}
         self._number = self._group.index - state.plan.sharding.num_workers
         self._given: dict[tuple[str, int | None], tuple[torch.Tensor, Route]] = {}  # places, until taken
-        for table in tables:
-            checked_lookup(state.trained_module.module, table)
         self.handlers: dict[str, Handler] = {"PULL_ROWS": self.give, "PUSH_ROWS": self.take}
         state.serve_forward = self.serve_forward
 
@@ -182,15 +179,3 @@ class HostRows:
         plan = self._state.plan
         own = table.rows_by_host(table.expected_rows(plan.micro_batch))[self._number]
         return [own] * plan.sharding.num_workers + [0] * plan.sharding.num_servers
-
-
-def checked_lookup(model: nn.Module, table: HostedTable) -> nn.Embedding:
-    """Returns the embedding of `table` in `model`. Raises PlanError if its forward is more than a lookup."""
-    module = model.get_submodule(table.module)
-    options = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module).get(key)]
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and not options:
-        return module
-    problem = f"has {options[0]}" if options else f"is a {type(module).__name__} with a forward of its own"
-    text = f"{table.module} {problem}, and workers look up rows that hosts have sent"
-    fix = "leave it out: name the tables that lie on hosts, tables = [...]; or use a plain nn.Embedding"
-    raise PlanError(text, fix=fix, location="strategies.embedding_host.tables")

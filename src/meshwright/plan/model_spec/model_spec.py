@@ -57,7 +57,8 @@ class ParamSpec:
     those of experts, one behind the other along dim 0. `role` is the role of its layer (see `LayerCall`; ""
     if the layer cannot be sharded), `dim_splits` how its dims may be split without a change of the results,
     one per side. `not_shardable_reason` says why a parameter without a role cannot be sharded.
-    `declared_role` is the role that the user declared for the layer.
+    `declared_role` is the role that the user declared for the layer. `not_plain_lookup` says why an embedding
+    is more than a lookup of rows of this weight, or who reads it besides ("": nothing of that).
     """
 
     name: str
@@ -71,6 +72,7 @@ class ParamSpec:
     dim_splits: tuple[DimSplit, ...] = ()
     not_shardable_reason: str = ""
     declared_role: str = ""
+    not_plain_lookup: str = ""
 
     def dim_split(self, dim: int) -> DimSplit:
         """Returns the units into which `dim` is split; a dim about which nothing is known may be split
