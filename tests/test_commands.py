@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
 from tests.command_line import (
     LLAMA,
     SEQUENCE,
@@ -143,6 +145,15 @@ def test_what_cannot_work_is_refused_in_words(config, say, words, what, fix):
     assert what in err
     assert fix in err
     assert "Traceback" not in err
+
+
+def test_a_run_that_cannot_begin_at_its_step_is_refused_before_a_rank_starts(config, say, monkeypatch):
+    def refuse(plan: Plan, num_steps: int) -> None:
+        raise PlanError(f"the record is not of step {num_steps}", fix="record again", location="replay")
+
+    monkeypatch.setattr(Plan, "check_start", refuse)
+    code, _, err = say("train", config)
+    assert (code, "replay: the record is not of step 0" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

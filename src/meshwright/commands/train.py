@@ -32,8 +32,8 @@ from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import (
     CHECKPOINTS_FOLDER,
-    check_checkpoints_usable,
     checkpoint_steps_fix,
+    newest_usable_step,
     resume,
 )
 from meshwright.run.config.config_and_plan_files import read_request
@@ -150,8 +150,7 @@ def train(
     resolved[1].check_last_round()
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
-        if from_step is None:
-            check_checkpoints_usable(plan)
+        plan.check_start(newest_usable_step(plan) if from_step is None else from_step)
         path = folder / PLAN_FILE
         write_request(resolved[0], path)
         _announce(resolved[1], console)

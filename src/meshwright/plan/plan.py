@@ -134,6 +134,13 @@ class Plan:
         found = (each.check_files(self.job, self.sharding, self.as_dict) for each in self.strategies)
         raise_diagnostics([diagnostic for each in found for diagnostic in each])
 
+    def check_start(self, num_steps: int) -> None:
+        """Raises PlanError if a run of this plan cannot begin behind `num_steps` steps: 0, or those of a
+        checkpoint.
+        """
+        found = (each.check_start(self.sharding, num_steps) for each in self.strategies)
+        raise_diagnostics([diagnostic for each in found for diagnostic in each])
+
     def for_rank(self, rank: int) -> "RankPlan":
         """Returns the plan of `rank`, with its own parameters, slices and action list.
 

@@ -237,6 +237,12 @@ class Strategy(ABC):
         """
         return iter(())
 
+    def check_start(self, sharding: ShardingPlan, num_steps: int) -> Iterator[Diagnostic]:
+        """Yields what is wrong with the files that this technique reads, if a run begins behind `num_steps`
+        steps: 0, or those of the checkpoint from which it goes on.
+        """
+        return iter(())
+
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         """Returns `sharding` with the layouts that this technique changes."""
         return sharding

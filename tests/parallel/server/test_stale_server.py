@@ -325,6 +325,7 @@ def test_a_record_is_followed_from_a_checkpoint_in_its_middle_where_workers_go_o
     options = {"bound": 0, "job": {**JOB, "optimizer": ADAMW}}
     expected, _ = trained(stale_plan(3, record=str(tmp_path / "run"), **options), STEPS, delays(0))
     again = stale_plan(3, replay=str(tmp_path / "run"), **options)
+    again.check_start(2)
     go_on(again, 0, tmp_path)
     found = go_on(again, 2, tmp_path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -339,7 +340,20 @@ def test_a_record_is_not_followed_from_a_checkpoint_in_its_middle_where_workers_
         r"begins with step 3, and the record with step 1: under bound 1(?s:.*)from where the record begins"
     )
     with pytest.raises(mw.PlanError, match=match):
+        again.check_start(2)
+    with pytest.raises(mw.PlanError, match=match):  # nobody has asked before
         go_on(again, 2, tmp_path)
+
+
+def test_a_record_that_begins_at_a_checkpoint_is_followed_from_there_alone(tmp_path: Path):
+    first, later = (stale_plan(2, bound=1, job=JOB, record=str(tmp_path / each)) for each in ("a", "b"))
+    go_on(first, 0, tmp_path)
+    go_on(later, 2, tmp_path)
+    again = stale_plan(2, bound=1, job=JOB, replay=str(tmp_path / "b"))
+    again.check_start(2)
+    for step in (0, 3):
+        with pytest.raises(mw.PlanError, match=rf"begins with step {step + 1}, and the record with step 3"):
+            again.check_start(step)
 
 
 @pytest.mark.parametrize("kind", ["PUSH", "PULL"])

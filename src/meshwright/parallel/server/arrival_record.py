@@ -24,7 +24,9 @@ from typing import NamedTuple
 from meshwright.plan.job.errors import PlanError
 
 FORMAT = "arrivals 1"
+REPLAY = "strategies.stale_server.replay"
 FIX = "replay the files that the run wrote, unchanged"
+START_FIX = "replay from where the record begins, or record the run that goes on from this checkpoint"
 
 
 class Update(NamedTuple):
@@ -108,6 +110,23 @@ class ArrivalRecord:
     def num_steps(self) -> int:
         """The steps of the server that it holds."""
         return len(self.updates) // self.header.workers
+
+
+def start_problem(recorded: RecordHeader, num_steps: int) -> str:
+    """Returns why a run that begins behind `num_steps` steps cannot follow a record from there; "": it can.
+
+    All workers have pulled what a checkpoint has when it is saved where they go on together; elsewhere they
+    have several versions of parameters.
+    """
+    go_on_together, first = recorded.bound == 0 or recorded.workers == 1, recorded.first_step
+    if num_steps == first or (num_steps > first and go_on_together):
+        return ""
+    text = f"the run begins with step {num_steps + 1}, and the record with step {first + 1}"
+    if num_steps < first:
+        return text
+    bound = "without a bound" if recorded.bound is None else f"under bound {recorded.bound}"
+    text += f": {bound}, workers have several versions of parameters in between, and a checkpoint has the"
+    return f"{text} last one"
 
 
 def staleness_of(updates: Iterable[Update]) -> Counter[int]:
@@ -199,4 +218,4 @@ def _updates(text: str) -> Iterable[Update]:
 
 
 def _error(text: str) -> PlanError:
-    return PlanError(text, fix=FIX, location="strategies.stale_server.replay")
+    return PlanError(text, fix=FIX, location=REPLAY)

@@ -51,7 +51,8 @@ parameter of a worker. `verify` runs the plan once for an order, or takes that o
 process, and compares every worker and server that take pushes in it, in every step. A checkpoint is what the
 servers have; a run that goes on from it begins as if all workers had pulled then. That is so where they go on
 together (bound = 0, one worker): a record may then be replayed from a checkpoint in its middle. Elsewhere
-that is refused, and a run that goes on writes a record of its own. `search` does not propose it.
+`meshwright train` refuses that before a process starts, and a run that goes on writes a record of its own.
+`search` does not propose it.
 Paper: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server"
 (NeurIPS), section 3; Zhang et al. 2016, "Staleness-Aware Async-SGD for Distributed Deep Learning" (IJCAI),
 arXiv 1511.05950, equation 6 (the learning rate divided by the staleness); Li et al. 2014, "Scaling
@@ -66,12 +67,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from meshwright.parallel.server.arrival_record import (
+    REPLAY,
+    START_FIX,
     ArrivalRecord,
     RecordHeader,
     WorkerClocks,
     are_of_one_run,
     read_record,
     record_path,
+    start_problem,
 )
 from meshwright.parallel.server.parameter_server import SERVERS_FIX, dtype_diagnostics, with_servers
 from meshwright.parallel.server.stale_updates import ServerUpdates, WorkerExchanges
@@ -139,7 +143,7 @@ class StaleServer(Strategy):
     def check_files(
         self, job: Job, sharding: ShardingPlan, as_dict: Callable[[], dict[str, Any]]
     ) -> Iterator[Diagnostic]:
-        records, where = list[ArrivalRecord](), f"strategies.{self.name}.replay"
+        records, where = list[ArrivalRecord](), REPLAY
         digest = _digest(as_dict()) if self.replay else ""
         for server in sharding.server_indices if self.replay else ():
             path = record_path(self.replay, server)
@@ -160,6 +164,11 @@ class StaleServer(Strategy):
         if len(records) == sharding.num_servers and not are_of_one_run(records):
             text = f"the files of servers in {self.replay} are not of one run: each waits for the other"
             yield Diagnostic(text, "replay the files that one run wrote together", where)
+
+    def check_start(self, sharding: ShardingPlan, num_steps: int) -> Iterator[Diagnostic]:
+        paths = [record_path(self.replay, each) for each in sharding.server_indices if self.replay]
+        problems = {start_problem(read_record(path).header, num_steps) for path in paths}
+        yield from (Diagnostic(each, START_FIX, REPLAY) for each in sorted(problems) if each)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location, model_spec = f"strategies.{self.name}", sharding.model_spec

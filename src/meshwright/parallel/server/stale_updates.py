@@ -18,6 +18,8 @@ import torch
 
 from meshwright.comm.backends.fake import CompletedWork
 from meshwright.parallel.server.arrival_record import (
+    REPLAY,
+    START_FIX,
     ArrivalRecord,
     RecordHeader,
     RecordWriter,
@@ -25,6 +27,7 @@ from meshwright.parallel.server.arrival_record import (
     WorkerClocks,
     record_path,
     staleness_of,
+    start_problem,
 )
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.program import Action
@@ -34,7 +37,6 @@ if TYPE_CHECKING:  # no strategy imports the engine
     from meshwright.comm.collectives.group import Group
     from meshwright.engine.runtime.rank_state import RankState
 
-REPLAY = "strategies.stale_server.replay"
 logger = logging.getLogger(__name__)
 
 
@@ -181,29 +183,17 @@ class ServerUpdates:
         return given[number] if number < len(given) else None
 
     def _next_worker(self, record: ArrivalRecord) -> int:
-        if not self._updates:
-            self._num_skipped = self._num_updates_before(record.header)
+        if not self._updates:  # whoever runs a plan without a config has not asked before
+            step, recorded = self._state.step.number, record.header
+            if problem := start_problem(recorded, step):
+                raise PlanError(problem, fix=START_FIX, location=REPLAY)
+            self._num_skipped = (step - recorded.first_step) * recorded.workers
         number = self._num_skipped + len(self._updates)
         if number >= len(record.updates):
             text = f"update {number} of step {self._state.step.number + 1} is not in the record, which has "
             text += f"{len(record.updates)} from step {record.header.first_step + 1} on"
             raise PlanError(text, fix="replay no more steps than it has", location=REPLAY)
         return record.updates[number].worker
-
-    def _num_updates_before(self, recorded: RecordHeader) -> int:
-        """Returns how many updates of a record come before the step with which this run begins: none, unless
-        all workers had then pulled what a checkpoint has.
-        """
-        step, workers = self._state.step.number, self._header.workers
-        go_on_together = recorded.bound == 0 or workers == 1
-        if step < recorded.first_step or (step > recorded.first_step and not go_on_together):
-            text = f"the run begins with step {step + 1}, and the record with step {recorded.first_step + 1}"
-            if step > recorded.first_step:
-                text += f": under bound {recorded.bound}, workers have several versions of parameters in "
-                text += "between, and a checkpoint has the last one"
-            fix = "replay from where the record begins, or record the run that goes on from this checkpoint"
-            raise PlanError(text, fix=fix, location=REPLAY)
-        return (step - recorded.first_step) * workers
 
     def _gradient(self, action: Action) -> torch.Tensor:
         flat_params = self._state.flat_params

@@ -94,8 +94,8 @@ def resume(
     or with data that changed since, later checkpoints are retired: they belong to an
     abandoned branch of the run.
 
-    Raises PlanError on every rank when `step` is given and missing, and when there are checkpoints and none
-    can be used: starting from step 0 would replace them in time.
+    Raises PlanError on every rank when `step` is given and missing, when there are checkpoints and none can
+    be used: starting from step 0 would replace them in time, and when the plan cannot begin there.
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
@@ -107,6 +107,7 @@ def resume(
         if step is None
         else _find_requested(folder, executor, consensus, step)
     )
+    plan.check_start(0 if manifest is None else manifest.step)
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
     saved = saved_run(manifest, step_folder(folder, manifest.step))
@@ -142,9 +143,9 @@ def _check_best(folder: Path) -> bytes:
     return b""
 
 
-def check_checkpoints_usable(plan: Plan) -> None:
-    """Raises PlanError, before any rank starts, when the run has checkpoints and none is complete and of
-    this model.
+def newest_usable_step(plan: Plan) -> int:
+    """Returns the step of the newest checkpoint that is complete and of this model, before any rank starts; 0
+    if there is no checkpoint. Raises PlanError if there are some, and none is.
 
     Checks manifests and sizes only; the ranks verify checksums, as they read the files anyway.
     """
@@ -161,12 +162,11 @@ def check_checkpoints_usable(plan: Plan) -> None:
                 name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
             }
             if theirs == shapes:
-                return
+                return manifest.step
             reasons.append(f"{path.name}: it is of another model")
         except CheckpointError as error:
             reasons.append(f"{path.name}: {error.diagnostics[0].problem}")
-    if finished:
-        _refuse_all(folder, reasons)
+    return _refuse_all(folder, reasons) if finished else 0
 
 
 def _find_newest(
