@@ -2,10 +2,12 @@
 
     plans    random plans (benchmarks/random_plans/random_draws.py) that nothing perturbs, each trained at two
              or three sites, which meet by local SGD (also on two levels), DiLoCo or streaming DiLoCo with
-             random options; or with servers in place of ddp. Inside: {ddp, ZeRO 1 to 3, hybrid} x {tensor,
+             random options; or with servers in place of ddp; or with asynchronous servers or embedding hosts
+             (server_draws.py). Inside: {ddp, ZeRO 1 to 3, hybrid} x {tensor,
              context and expert parallelism, pipelines of every schedule} x {recomputation, chunked loss} ...
     parity   as `verify` does, in float64, to 1e-10, over two rounds: every number of every site equals the
-             definition, played in one process by as many replicas
+             definition, played in one process by as many replicas; of asynchronous servers in the order in
+             which gradients arrived
     faults   engines and plans with a planted fault (planted_outer_faults.py): the numbers, the bits after a
              resume, or the static checks of the plan must tell
 
@@ -23,17 +25,21 @@ from types import MappingProxyType
 
 from benchmarks.harness.result import Result
 from benchmarks.outer.planted_outer_faults import FAULTS, is_found
+from benchmarks.outer.server_draws import with_embedding_hosts, with_stale_servers
 from benchmarks.random_plans.combinations import Row
 from benchmarks.random_plans.parity_of_draws import compared_draws, counts_of, parity_result
 from benchmarks.random_plans.random_draws import MAX_RANKS, Draw, draw
 from benchmarks.random_plans.random_plans import try_plan
+from meshwright.parallel.embedding.embedding_host import EmbeddingHost
 from meshwright.parallel.outer.diloco import DiLoCo
 from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.outer.rounds import RoundStrategy
 from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.parallel.server.stale_server import StaleServer
 from meshwright.plan.strategy_interface import Strategy
 
+SERVERS = ParameterServer, StaleServer, EmbeddingHost
 NAME = "outer_parity"
 CLAIM = (
     "120 random plans with sites that train apart, or with servers, compute what their technique defines, to "
@@ -41,6 +47,7 @@ CLAIM = (
 )
 SEED, NUM_PLANS = 30, 120
 LEFT_OUT = 0.6  # of the draws that have no servers, which are few
+SERVED = 0.12  # of all draws: with asynchronous servers or embedding hosts
 INNER_RANKS = 8  # at most, at each site: twice or three times as many run
 
 
@@ -91,6 +98,9 @@ def draws(seed: int = SEED) -> Iterator[Draw]:
         drawn, rng = draw(seed, number), Random(f"{seed}/{number}/outer")
         if drawn.perturbation or drawn.mesh.world_size > INNER_RANKS:
             continue
+        if rng.random() < SERVED:
+            yield rng.choice((with_stale_servers, with_embedding_hosts))(drawn, rng)
+            continue
         if any(isinstance(each, ParameterServer) for each in drawn.strategies):
             yield _with_dedicated(drawn) if rng.random() < 0.5 else drawn
             continue
@@ -117,7 +127,7 @@ def technique_of(drawn: Draw) -> str:
     rounds = [each for each in drawn.strategies if isinstance(each, RoundStrategy)]
     if len(rounds) == 2:
         return "local SGD on two levels"
-    outer = rounds or [each for each in drawn.strategies if isinstance(each, ParameterServer)]
+    outer = rounds or [each for each in drawn.strategies if isinstance(each, SERVERS)]
     return _name(outer[0])
 
 
@@ -131,6 +141,10 @@ def _name(strategy: Strategy) -> str:
             return "local SGD"
         case ParameterServer(dedicated=True):
             return "dedicated servers"
+        case StaleServer():
+            return "asynchronous servers"
+        case EmbeddingHost():
+            return "embedding hosts"
     return "servers that are workers"
 
 

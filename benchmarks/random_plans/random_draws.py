@@ -40,6 +40,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.data.sync_batch_norm import SyncBatchNorm
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.embedding.embedding_host import EmbeddingHost
 from meshwright.parallel.expert.loss_free_balancing import LossFreeBalancing
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
@@ -49,6 +50,7 @@ from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.parallel.server.stale_server import AXIS, StaleServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
@@ -151,11 +153,12 @@ class Draw:
         """The number of samples of a global batch."""
         splits = BatchSplit, RoundStrategy
         split = {strategy.axis for strategy in self.strategies if isinstance(strategy, splits)}
+        serving = dict(map(_ranks_that_serve, self.strategies))  # these read no samples
+        split |= {AXIS} if any(isinstance(each, StaleServer) for each in self.strategies) else set()
         readers = self.mesh.group_size(split)
-        for server in self.strategies:
-            if isinstance(server, ParameterServer) and server.dedicated:  # servers read no samples
-                size = self.mesh.size(server.axis)
-                readers = readers // size * max(1, size - server.servers)
+        for axis in split & serving.keys():
+            size = self.mesh.size(axis)
+            readers = readers // size * max(1, size - serving[axis])
         return self.num_microbatches * self.micro_batch * readers + (self.perturbation == "one more sample")
 
     @property
@@ -192,6 +195,18 @@ class Draw:
             guard=GUARD if self.guard else LossGuard(),
         )
         return make_plan(analyzed_model(self.model), job, self.mesh, self.strategies, self.micro_batch)
+
+
+def _ranks_that_serve(strategy: Strategy) -> tuple[str, int]:
+    """Returns the axis along which ranks serve, and nothing else, and their number."""
+    match strategy:
+        case ParameterServer(dedicated=True):
+            return strategy.axis, strategy.servers
+        case StaleServer():
+            return AXIS, strategy.servers
+        case EmbeddingHost():
+            return strategy.axis, strategy.hosts
+    return "", 0
 
 
 def _technique_names(strategy: Strategy) -> tuple[str, ...]:

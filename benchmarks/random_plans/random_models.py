@@ -12,6 +12,8 @@ and in sizes for square meshes.
     mixture              Mixtral with five experts, of the sizes of the first llama; in place of it
     mixture, biases      GLM-4-MoE with five experts and one for all tokens, and biases of the choice
     Mixtral, .. GShard   the mixtures of benchmarks/experts/mixture_models.py, for plans with experts alone
+    tables               embeddings of a user and of the items of a history, of which one is padding, and an
+                         MLP; for plans with embedding hosts alone
     batch norms          a U-Net whose batch norms take the statistics of the whole batch; data parallelism
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
@@ -170,6 +172,55 @@ def _batch_norms() -> RandomModel:
     )
 
 
+class Tables(nn.Module):
+    """The row of a user, and the mean of those of the items of a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(11, 4), nn.Embedding(7, 4, padding_idx=2)
+
+    def forward(self, user: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.user(user), self.item(items).mean(1)], dim=-1)
+
+
+class Recommender(nn.Module):
+    """Tables, and an MLP that predicts a rating."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.head = Tables(), nn.Linear(6, 1)
+        self.layers = nn.ModuleList([nn.Linear(8, 6), nn.Linear(6, 6)])
+
+    def forward(self, user: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        x = self.tables(user, items)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).squeeze(-1)
+
+
+def _ratings(num_samples: int, generator: torch.Generator) -> Samples:
+    """Ratings of which some users and items come often, and some never."""
+    return {
+        "user": torch.randint(11, (num_samples,), generator=generator).clamp(max=8),
+        "items": torch.randint(7, (num_samples, 3), generator=generator).clamp(min=1),
+        "rating": torch.randn(num_samples, generator=generator),
+    }
+
+
+def _rating_loss() -> Loss:
+    return Loss(
+        lambda outputs, batch: (outputs - batch["rating"]).square().sum(),
+        lambda batch: torch.tensor(float(len(batch["rating"]))),
+        ("rating",),
+    )
+
+
+def _tables() -> RandomModel:
+    return RandomModel(
+        "tables", Recommender, _ratings, (8,), 3, 1, _rating_loss, vocab_parallel=False, is_drawn=False
+    )
+
+
 def _mixture(name: str, family_name: str, **experts: int) -> RandomModel:
     fields: dict[str, Any] = {
         **LAYERS,
@@ -202,6 +253,7 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
             _even("gpt2", (12,), n_layer=4),
             _even("t5", (12, 8), num_layers=2),
             _batch_norms(),
+            _tables(),
             _mixture("mixture", "Mixtral", num_local_experts=5),
             _mixture(
                 "mixture, biases",
