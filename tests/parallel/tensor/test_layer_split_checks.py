@@ -4,6 +4,7 @@ at once.
 
 from ast import literal_eval
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from meshwright.api import analyze, make_plan, verify
 from meshwright.cli import app
 from meshwright.model.loading.loader import Model
+from meshwright.model.trial.shardable_layers import MIXED_REASON
 from meshwright.parallel.expert.expert_tensor_parallel import ExpertTensorParallel
 from meshwright.parallel.tensor.layer_split_checks import uneven_split_notes
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
@@ -119,6 +121,70 @@ def test_a_layer_role_that_is_impossible_is_refused():
         "layers.* is declared as colwise, and that cannot be: a convolution: only linear layers "
         "and embeddings can be sharded"
     )
+
+
+class Flip(nn.Module):
+    """An operation of which the feature flow knows nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(-1)
+
+
+class Mixing(nn.Module):
+    """A block whose features mix in `between`, between two linear layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(6, 12), between, nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(self.up(x)))
+
+
+class MixingNet(nn.Module):
+    """Two such blocks between a table and a head."""
+
+    def __init__(self, make_between: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(80, 6), nn.Linear(6, 80)
+        self.layers = nn.ModuleList(Mixing(make_between()) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make_between", "why"),
+    [
+        (lambda: nn.Softmax(-1), MIXED_REASON),
+        (lambda: nn.Sequential(Flip(), nn.LayerNorm(12)), "layers.* does not run on slices: RuntimeError: "),
+    ],
+    ids=["softmax", "unknown, and a norm"],
+)
+def test_a_declared_pair_whose_features_mix_is_refused_and_trains_with_gathered_outputs(
+    make_between: Callable[[], nn.Module], why: str
+):
+    def declared(**roles: str) -> Model:
+        return Model(MixingNet(make_between), layer_roles={f"layers.*.{key}": roles[key] for key in roles})
+
+    said = faults(declared(up="colwise", down="rowwise"), Mesh(tp=2))
+    assert [each.problem.partition(" is declared as ")[0] for each in said] == [
+        "layers.*.up",
+        "layers.*.down",
+    ]
+    assert all(f"that cannot be: {why}" in each.problem for each in said), said
+    assert 'declare "colwise" for it and its partners' in said[0].fix
+    batch = {**batch_of(12), "labels": batch_of(12)["labels"].roll(1, -1)}
+    analyzed = analyze(partial(declared, up="colwise", down="colwise"), batch)
+    plan = make_plan(analyzed, sgd_job(), Mesh(tp=3))
+    (up,) = (
+        each.param for each in plan.rank_view(0).param_shardings if each.param.name == "layers.0.up.weight"
+    )
+    assert up.shape == (4, 6)
+    verify(analyzed, plan, [batch]).raise_if_failed()
 
 
 def olmoe() -> nn.Module:

@@ -24,22 +24,22 @@ from meshwright.model.sequence_analysis.analyze_sequence import (
     analyze_sequence,
 )
 from meshwright.model.sequence_analysis.trial_lengths import BlockOnTwoLengths
-from meshwright.model.tensor_parallel.split_proposal import SplitProposal
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
-from meshwright.model.trial.shardable_layers import ProposeSplits
-from meshwright.model.trial.weight_slice_trial import RecordedBlocks, try_on_slices
+from meshwright.model.trial.weight_slice_trial import (
+    ProposeSplits,
+    RecordedBlocks,
+    TriedSplits,
+    try_on_slices,
+)
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
-from meshwright.plan.model_spec.tensor_parallel_layers import SizeAttribute
 
 Example = Mapping[str, torch.Tensor]
 
 
 def try_splits_on_slices(
     deferred_init: DeferredInit, recorded: RecordedBlocks, inputs: Example, propose: ProposeSplits
-) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """Returns the proposed splits that run on slices of fake weights, with the size attributes and notes they
-    need.
-    """
+) -> TriedSplits:
+    """Returns the proposed splits that run on slices of fake weights, and what had to be given up."""
     mode, rng = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0)
 
     def make_module() -> nn.Module:

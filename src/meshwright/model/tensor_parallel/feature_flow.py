@@ -58,8 +58,9 @@ ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask")
 class FeatureNode:
     """One call of a layer that makes features: ids `first_feature` to `first_feature + width`.
 
-    `input_features` are those that it consumes along its last dim; None if it carries none. For an argument
-    of a block, `name` is the block and `arg` the argument, split along dim 1.
+    `input_features` are those that it consumes along its last dim; None if it carries none, or not one by
+    one. `is_followed` says whether it carries any. For an argument of a block, `name` is the block and `arg`
+    the argument, split along dim 1.
     """
 
     name: str
@@ -69,6 +70,7 @@ class FeatureNode:
     width: int
     input_features: FeatureIds | None = None
     arg: int | str = 0
+    is_followed: bool = False
 
 
 @dataclass(eq=False)
@@ -179,7 +181,13 @@ class FeatureFlow:
                 None if input_features is None or (input_features == NO_FEATURE).any() else input_features
             )
             self.unsplit_features += [carried] if input_features is None else []
-        self._add_node(event.name, "linear" if kind == "linear" else "table", out.shape[-1], input_features)
+        self._add_node(
+            event.name,
+            "linear" if kind == "linear" else "table",
+            out.shape[-1],
+            input_features,
+            is_followed=carried is not None,
+        )
         self.features.record(out, output_features(self.nodes[-1].first_feature, out.shape[-1], out.ndim))
 
     def _follow_attention(
@@ -232,9 +240,12 @@ class FeatureFlow:
         width: int,
         input_features: FeatureIds | None = None,
         arg: int | str = 0,
+        *,
+        is_followed: bool = False,
     ) -> None:
+        first = self.num_features
         self.nodes.append(
-            FeatureNode(name, kind, self.block_call, self.num_features, width, input_features, arg)
+            FeatureNode(name, kind, self.block_call, first, width, input_features, arg, is_followed)
         )
         self.num_features += width
 

@@ -5,10 +5,10 @@ In a block, the *colwise* layers since the last *rowwise* layer make its input:
     q k v -> attend -> o               units are groups of heads that share a key and a value
     gate up -> act, mul -> down        units are single features
 
-This holds for declared roles: a pair is sharded if its widths match, and the rowwise layer consumes whole
-units of the colwise outputs. Without declared roles the feature flow gives the splits (split_proposal.py).
-Other layers stay unsharded, and `meshwright inspect` reports them. Embeddings, heads and norms are sharded by
-themselves.
+The feature flow gives the splits of pairs (split_proposal.py). Where it cannot follow the features, a pair
+that is declared is sharded if its widths match, the rowwise layer consumes whole units of the colwise
+outputs, and the block runs on slices. Other layers stay unsharded, and `meshwright inspect` reports them.
+Embeddings, heads and norms are sharded by themselves.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -88,6 +88,25 @@ def find_layer_pairs(layer_uses: LayerUses, roles: Mapping[str, str]) -> Iterato
             open_colwise = []
 
 
+def find_declared_splits(
+    module: nn.Module, layer_uses: LayerUses, roles: Mapping[str, str], known_splits: Mapping[str, DimSplit]
+) -> dict[LayerPair, dict[str, DimSplit]]:
+    """Returns for each pair whose widths match the splits of its layers by name, without those pairs of which
+    one is known.
+    """
+    found = {}
+    for pair in find_layer_pairs(layer_uses, roles):
+        members = [use.name for use in (*pair.colwise, pair.rowwise)]
+        units = 0 if any(name in known_splits for name in members) else _num_units(module, pair)
+        widths = {
+            name: _in_out_features(module.get_submodule(name))[common_side(roles[name]) == "out"]
+            for name in members
+        }
+        if units:
+            found[pair] = {name: DimSplit(0, units, (width,)) for name, width in widths.items()}
+    return found
+
+
 @dataclass(frozen=True)
 class ParamSplit:
     """The role of a parameter's layer, and how its dims may be split."""
@@ -104,39 +123,27 @@ def find_shardable_calls(
     layer_uses: LayerUses,
     roles: Mapping[str, str],
     num_samples: int,
-    known_splits: Mapping[str, DimSplit] | None = None,
-    gather_output_layers: Collection[str] = (),
+    splits: Mapping[str, DimSplit],
+    gather_output_layers: Collection[str],
 ) -> tuple[tuple[LayerCall, ...], dict[str, ParamSplit]]:
     """Returns the calls of layers that can be sharded, in order, and the splits of their parameters by
     logical name.
 
-    `num_samples` is the batch size of the trial; `known_splits` are given by layer. Of colwise layers
+    `num_samples` is the batch size of the trial; `splits` are those of pairs, by layer. Of colwise layers
     without a rowwise layer, those in `gather_output_layers` are sharded alone, and their outputs are
     gathered.
     """
-    uses, splits = layer_uses.uses, known_splits or {}
-    parts: dict[str, ParamSplit] = {}
-    sharded_ids = {id(use) for use in uses if use.name in splits or roles[use.name] == "between_pair"}
+    uses, parts = layer_uses.uses, dict[str, ParamSplit]()
+    sharded = {use.name for use in uses if use.name in splits or roles[use.name] == "between_pair"}
     for use in uses:
-        if id(use) in sharded_ids:
+        if use.name in sharded:
             parts |= _param_splits(module, use.name, roles[use.name], splits.get(use.name))
-    pairs = list(find_layer_pairs(layer_uses, roles))
-    for pair in pairs:
-        members = (*pair.colwise, pair.rowwise)
-        if any(id(use) in sharded_ids for use in members):
-            continue
-        units = _num_units(module, pair)
-        for use in members if units else ():
-            role = roles[use.name]
-            width = _in_out_features(module.get_submodule(use.name))[common_side(role) == "out"]
-            parts |= _param_splits(module, use.name, role, DimSplit(0, units, (width,)))
-            sharded_ids.add(id(use))
     gathered_alone = {
         use.name for use in uses if use.name in gather_output_layers and roles[use.name] == "colwise"
     }
-    gathered_alone -= {use.name for use in uses if id(use) in sharded_ids}
+    gathered_alone -= sharded
     # it has a partner whose units do not match
-    gathered_alone -= {use.name for pair in pairs for use in pair.colwise}
+    gathered_alone -= {use.name for pair in find_layer_pairs(layer_uses, roles) for use in pair.colwise}
     roles = {**roles, **dict.fromkeys(gathered_alone, "colwise_gather_output")}
     sources: dict[tuple[str, int], int] = {}
     calls = []
@@ -145,7 +152,7 @@ def find_shardable_calls(
         if role in UNPAIRED_ROLES:
             for name, part in _param_splits(module, use.name, role).items():
                 parts.setdefault(name, part)
-        elif id(use) not in sharded_ids:
+        elif use.name not in sharded:
             continue
         calls.append(
             LayerCall(

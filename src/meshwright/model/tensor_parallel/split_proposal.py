@@ -29,12 +29,14 @@ class SplitProposal:
     """The `roles` of layers by name (colwise, rowwise, between_pair), their splits, and the groups behind
     them.
 
-    Layers between a pair that are not split have no `dim_splits`.
+    Layers between a pair that are not split have no `dim_splits`. Those in `declared` are pairs by the user's
+    word: the feature flow could not follow their features.
     """
 
     roles: Mapping[str, str]
     dim_splits: Mapping[str, DimSplit]
     groups: tuple[LayerGroup, ...]
+    declared: frozenset[str] = frozenset()
 
     @property
     def per_head_inputs(self) -> tuple[PerHeadInput, ...]:
@@ -50,6 +52,12 @@ class SplitProposal:
                 PerHeadInput(node.name, node.arg, replace(dim_split, dim=1)) for node, dim_split in groups
             )
         )
+
+    def with_declared(self, roles: Mapping[str, str], dim_splits: Mapping[str, DimSplit]) -> "SplitProposal":
+        """Returns the proposal with the layers of `dim_splits` too, which have these `roles`."""
+        added = {name: roles[name] for name in dim_splits}
+        splits = {**self.dim_splits, **dim_splits}
+        return SplitProposal({**self.roles, **added}, splits, self.groups, frozenset(dim_splits))
 
     def size_attributes(self, module: nn.Module, attempt: int) -> tuple[SizeAttribute, ...]:
         """Returns the attributes of modules that must hold local sizes; `attempt` selects which names are

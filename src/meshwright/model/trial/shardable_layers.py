@@ -14,7 +14,7 @@ A weight is not shardable for a reason of one of five sorts, which `inspect` and
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from meshwright.model.tensor_parallel.layer_pairs import (
     LayerPair,
     LayerUses,
     ParamSplit,
+    find_declared_splits,
     find_layer_pairs,
     find_shardable_calls,
     is_weight_transposed,
@@ -37,6 +38,8 @@ from meshwright.model.tensor_parallel.layer_roles import (
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal, propose_splits
 from meshwright.model.tensor_parallel.vocab_split_search import find_vocab_splits
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, RecordedTrial, TrialFindings
+from meshwright.model.trial.weight_slice_trial import ProposeSplits, TriedSplits
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.tensor_parallel_layers import (
     LayerCall,
     LogitsSpec,
@@ -60,6 +63,10 @@ RESHAPED_REASON = (
 )
 NO_ROLE_REASON = "no role is declared for it, nor could one be proposed"
 PAIRED_ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+MIXED_REASON = (
+    "features do not go from colwise to rowwise one by one: what lies between computes with several of them, "
+    "or with all features of a layer that is not sharded"
+)
 UNTRACED_REASON = "the trial could not follow its features from colwise to rowwise"
 
 
@@ -69,11 +76,13 @@ def unsharded_reasons(
     roles: Mapping[str, str],
     shardable_layers: Collection[LayerRole],
     divisible: Collection[str],
+    failures: Mapping[str, str],
 ) -> dict[str, str]:
     """Returns the reason why it is not sharded, for every weight of `module` that is not `divisible`, by
     name.
 
-    `layer_uses` are the uses that the trial saw of the layers with one of `roles`.
+    `failures` are the reasons of declared layers that failed a trial, by layer. `layer_uses` are the uses
+    that the trial saw of the layers with one of `roles`.
     """
     failed_pairs = {
         use.name: pair
@@ -90,6 +99,7 @@ def unsharded_reasons(
                 (VALUE_DEPENDENT_REASON if layer.name in layer_uses.value_dependent else "")
                 or (RESHAPED_REASON if layer.name in layer_uses.reshaped else "")
                 or _kind_reason(layer, owner)
+                or failures.get(layer.name, "")
                 or _role_reason(layer, roles)
                 or _position_reason(module, layer, roles, called, failed_pairs)
             )
@@ -186,10 +196,7 @@ def _weights(layer: LayerRole, owner: nn.Module) -> Iterator[str]:
 
 
 TRACED_KINDS = ("linear", "norm", "weights")  # kinds of layers whose every use is recorded
-ProposeSplits = Callable[[frozenset[str]], SplitProposal]
-TrySplits = Callable[
-    [ProposeSplits], tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]
-]  # returns the part of the proposal that runs on slices
+TrySplits = Callable[[ProposeSplits], TriedSplits]
 
 
 @dataclass(frozen=True)
@@ -239,9 +246,8 @@ def find_shardable_layers(
     }
     uses = [use.name for use in findings.layer_uses.uses]
     unplanned = frozenset(findings.layer_uses.value_dependent | findings.layer_uses.reshaped)
-    proposal, numbers, notes = try_splits(
-        lambda without: propose_splits(module, findings.feature_flow, declared, uses, without | unplanned)
-    )
+    flow, layer_uses = findings.feature_flow, findings.layer_uses
+    tried = try_splits(lambda without: propose_splits(module, flow, declared, uses, without | unplanned))
     unproven = {
         layer.name
         for layer in shardable_layers
@@ -249,10 +255,11 @@ def find_shardable_layers(
     }
     proposed_roles = {
         name: "" if name in unproven | unplanned else role for name, role in roles.items()
-    } | dict(proposal.roles)
+    } | dict(tried.proposal.roles)
+    tried, failures = _try_declared_pairs(module, findings, proposed_roles, tried, try_splits)
     vocab_splits = find_vocab_splits(
         module,
-        proposed_roles,
+        proposed_roles | dict.fromkeys(failures, ""),
         loss,
         findings.vocab_flow,
         uses,
@@ -266,27 +273,56 @@ def find_shardable_layers(
         if layer.source == DECLARED_BY_USER and layer.role == "colwise" and layer.name not in unplanned
     }
     calls, weight_parts = find_shardable_calls(
-        module, findings.layer_uses, vocab_splits.roles, PROBE_BATCH, proposal.dim_splits, single_layers
+        module, layer_uses, vocab_splits.roles, PROBE_BATCH, tried.proposal.dim_splits, single_layers
     )
-    calls = findings.layer_ranges.add_costs(
-        calls, findings.layer_uses.uses, findings.saved_storages, PROBE_BATCH
-    )
+    calls = findings.layer_ranges.add_costs(calls, layer_uses.uses, findings.saved_storages, PROBE_BATCH)
     first_names = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases = {name: first_names[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
     weight_parts = {
         aliases[name]: part for name, part in weight_parts.items() if name in aliases
     } | weight_parts
-    reasons = (
-        unsharded_reasons(module, findings.layer_uses, vocab_splits.roles, shardable_layers, weight_parts)
-        | vocab_splits.not_shardable
+    reasons = unsharded_reasons(
+        module, layer_uses, vocab_splits.roles, shardable_layers, weight_parts, failures
     )
     return ShardableLayers(
         calls,
         weight_parts,
-        reasons,
+        reasons | vocab_splits.not_shardable,
         user_declared_roles(module, shardable_layers),
         vocab_splits.logits,
-        numbers,
-        proposal.per_head_inputs,
-        notes,
+        tried.size_attributes,
+        tried.proposal.per_head_inputs,
+        tried.notes,
     )
+
+
+def _try_declared_pairs(
+    module: nn.Module,
+    findings: TrialFindings,
+    roles: Mapping[str, str],
+    tried: TriedSplits,
+    try_splits: TrySplits,
+) -> tuple[TriedSplits, dict[str, str]]:
+    """Returns `tried` with the declared pairs that it lacks, and for layers of those that cannot be sharded
+    the reason.
+
+    A pair whose features the trial has followed to the end is none that it has overlooked. Others count as
+    declared if they run on slices.
+    """
+    followed = {node.name for node in findings.feature_flow.nodes if node.is_followed}
+    added, failures = dict[str, DimSplit](), dict[str, str]()
+    pairs = find_declared_splits(module, findings.layer_uses, roles, tried.proposal.dim_splits)
+    for pair, splits in pairs.items():
+        if pair.rowwise.name in followed:
+            failures |= dict.fromkeys(splits, MIXED_REASON)
+        else:
+            added |= splits
+    if not added:
+        return tried, failures
+
+    def propose(without: frozenset[str]) -> SplitProposal:
+        kept = {name: split for name, split in added.items() if name not in without}
+        return tried.proposal.with_declared(roles, kept)
+
+    found = try_splits(propose)
+    return replace(found, notes=(*tried.notes, *found.notes)), failures | dict(found.failures)

@@ -7,6 +7,9 @@ table of the rank's heads that one block passes to the next): then all that foll
 the whole model runs, which tells what fails, or that all runs with other shapes. What does not run is given
 up, block after block, with a note: the layers of those blocks are not sharded.
 
+Pairs that the user has declared, and whose features the flow could not follow, are tried behind the others:
+what then fails is between them.
+
 Whether code runs on other sizes than the recorded ones is no question to a recording: it needs live tensors,
 but only blocks, and of them one of each kind.
 
@@ -53,11 +56,25 @@ from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, Size
 
 TRIAL_RANKS = 2
 """The smallest number of ranks: what runs on the larger half runs on smaller slices."""
+SLICES_FAIL = "does not run on slices"
 
 _Failure = tuple[str, str, BaseException | None]  # (the block that fails, how, the error if there is one)
 MakeModule = Callable[[], nn.Module]
 PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 ProposeSplits = Callable[[frozenset[str]], SplitProposal]
+
+
+@dataclass(frozen=True)
+class TriedSplits:
+    """The `proposal` that runs on slices, and the size attributes with which it does.
+
+    `failures` says for layers that were given up how their block fails; `notes` also what was not checked.
+    """
+
+    proposal: SplitProposal
+    size_attributes: tuple[SizeAttribute, ...]
+    failures: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -122,40 +139,40 @@ def try_on_slices(
     make_module: MakeModule,
     prepare: PrepareForward,
     recorded: RecordedBlocks,
-) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """Returns the proposal that runs, the size attributes with which it does, and notes on what was given up.
+) -> TriedSplits:
+    """Returns the proposal that runs, with what had to be given up for that.
 
     `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
     returns the function that runs its forward, once everything is ready for that. `recorded` is a forward of
     the full weights.
     """
     blocks = () if recorded.recording.blocks == (WHOLE_MODEL,) else recorded.recording.blocks
-    without: frozenset[str] = frozenset()
-    notes: list[str] = []
+    given_up, notes = dict[str, str](), list[str]()
     while True:
-        proposal = propose(without)
+        proposal = propose(frozenset(given_up))
         if not proposal.roles:
-            return proposal, (), tuple(notes)
+            return TriedSplits(proposal, (), given_up, tuple(notes))
         failures: list[_Failure] = []
         for attempt in range(NUM_ATTEMPTS):
             module = make_module()
             numbers = proposal.size_attributes(module, attempt)
             if recorded.are_separable(proposal):
                 if _blocks_run(module, proposal, numbers, prepare, recorded):
-                    return proposal, numbers, tuple(notes)
+                    return TriedSplits(proposal, numbers, given_up, tuple(notes))
                 module = make_module()
             failure = _find_failure(module, proposal, numbers, prepare, blocks)
             if failure is None:
-                return proposal, numbers, tuple(notes)
+                return TriedSplits(proposal, numbers, given_up, tuple(notes))
             failures.append(failure)
         block, reason, error = failures[0]
-        removed_layers = frozenset(_layers_of_block(proposal, block))
+        removed_layers = _layers_of_block(proposal, block)
         if (error is not None and depends_on_values(error)) or not removed_layers:
             notes.append(f"whether layers run on slices could not be checked: {reason}")
-            return proposal, proposal.size_attributes(make_module(), 0), tuple(notes)
-        without |= removed_layers
+            numbers = proposal.size_attributes(make_module(), 0)
+            return TriedSplits(proposal, numbers, given_up, tuple(notes))
         pattern = LAYER_NUMBER.sub("*", block)
-        notes.append(f"layers of {pattern} are not sharded, because it does not run on slices: {reason}")
+        given_up |= dict.fromkeys(removed_layers, f"{pattern} {SLICES_FAIL}: {reason}")
+        notes.append(f"layers of {pattern} are not sharded, because it {SLICES_FAIL}: {reason}")
 
 
 def _prepare_slices(
@@ -278,7 +295,7 @@ def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | Non
         traced_splits |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
     for node in flow.nodes:
         proposed, traced = proposal.dim_splits.get(node.name), traced_splits.get(node.name)
-        if proposed is None or node.kind == "argument":
+        if proposed is None or node.kind == "argument" or node.name in proposal.declared:
             continue
         expected = _local_split(proposed)
         if traced != expected and (traced is not None or expected.max_ranks > 1):
@@ -356,15 +373,16 @@ def _take_portion(
     return take_local_heads(portion, 0, TRIAL_RANKS, args, kwargs)
 
 
-def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
+def _layers_of_block(proposal: SplitProposal, block: str) -> list[str]:
     pattern = LAYER_NUMBER.sub("*", block)
     inside = [
         name
         for name in proposal.roles
         if LAYER_NUMBER.sub("*", name).startswith(pattern + ".") or name == block
     ]
+    declared = [name for name in inside if name in proposal.declared]
     heads = [name for name in inside if name in proposal.dim_splits and _has_heads(proposal.dim_splits[name])]
-    return iter(heads or inside)
+    return declared or heads or inside or list(proposal.declared)
 
 
 def _has_heads(cut: DimSplit) -> bool:

@@ -1,7 +1,7 @@
 """Diagnostics that the tensor-parallel strategies share.
 
     no pair              the layers, why they are not sharded, and the lines that declare roles
-    a declared role      that is impossible: no partner, other widths, a convolution
+    a declared role      that is impossible: no partner, other widths, features that mix, a convolution
     sharded twice        two strategies shard the same matrices
     too many ranks       fewer units than ranks: sizes of the axis that work, a use for the other ranks
 
@@ -11,7 +11,8 @@ All diagnostics are reported together, before any process starts.
 from collections.abc import Iterable, Iterator
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
-from meshwright.model.trial.shardable_layers import VALUE_DEPENDENT_REASON, suggest_roles
+from meshwright.model.trial.shardable_layers import MIXED_REASON, VALUE_DEPENDENT_REASON, suggest_roles
+from meshwright.model.trial.weight_slice_trial import SLICES_FAIL
 from meshwright.parallel.tensor.sharded_layer import LayerShardings, find_layer_sharding
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
@@ -44,11 +45,12 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
     ]
     for (pattern, why), weights in _group_by_reason(declared).items():
         text = f"{pattern} is declared as {weights[0].declared_role}, and that cannot be: {why}"
-        yield Diagnostic(
-            text,
-            "correct the roles of layer_roles=..., or leave it out: it then stays whole on every rank",
-            "model.layer_roles",
-        )
+        fix = "correct the roles of layer_roles=..."
+        if why == MIXED_REASON or SLICES_FAIL in why:
+            fix = 'declare "colwise" for it and its partners: their outputs are gathered, which is exact '
+            fix += "whatever lies between"
+        fix += ", or leave it out: it then stays whole on every rank"
+        yield Diagnostic(text, fix, "model.layer_roles")
     if any(call.role in ("rowwise", "colwise_gather_output") for call in model_spec.layer_calls) or declared:
         return
     matrices = [weight for weight in model_spec.params if len(weight.shape) > 1 and not weight.role]
