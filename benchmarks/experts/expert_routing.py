@@ -45,7 +45,9 @@ GATED, PLAIN = ExpertMLP(), ExpertMLP("gelu", gated=False, bias=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A routing with its experts: their number, samples and tokens, how the router is filled, the mode."""
+    """A routing with its experts: their number, samples and tokens, how the router is filled, the mode; and
+    the seed of all numbers.
+    """
 
     routing: Routing
     num_experts: int
@@ -54,14 +56,15 @@ class Case:
     training: bool = True
     mlp: ExpertMLP = GATED
     shared_intermediate: int = 0
+    seed: int = 1
 
     def __str__(self) -> str:
         mode = "" if self.training else ", evaluation"
-        return f"{self.routing}, {self.num_experts} experts, {self.shape}, {self.router}{mode}"
+        return f"{self.routing}, {self.num_experts} experts, {self.shape}, {self.router}{mode}, seed {self.seed}"
 
     def layer_and_input(self) -> tuple[MixtureOfExperts, torch.Tensor]:
         """Returns the layer and its input [samples, tokens, WIDTH], with the same numbers each time."""
-        torch.manual_seed(1)
+        torch.manual_seed(self.seed)
         sizes = WIDTH, INTERMEDIATE, self.num_experts
         layer = MixtureOfExperts(*sizes, self.routing, self.mlp, self.shared_intermediate).double()
         hidden = torch.randn(*self.shape, WIDTH, dtype=torch.float64)
@@ -88,6 +91,8 @@ def cases() -> Iterator[Case]:
         yield Case(routing, 4, (2, 6), training=False)
     for routing in (TopK(2), GShard(1.0), Switch(1.0), ExpertChoice(), SigmoidGroups(2)):
         yield Case(routing, 3, (3, 5), mlp=PLAIN, shared_intermediate=4)
+    for seed in (3001, 4001, 5001):  # scores of several tokens round to 1, in another order than they have
+        yield Case(ExpertChoice(1.0), 3, (3, 7), "one expert", seed=seed)
 
 
 def _sizes() -> Iterator[tuple[Routing, int, tuple[int, int]]]:

@@ -239,8 +239,13 @@ class _Loops:
         found = self._nothing()
         for sample, tokens in self._groups(routing):
             for expert in range(self.num_experts):
-                scores = {t: self.scores[sample][t][expert] for t in tokens}
-                best = sorted(tokens, key=lambda t: (-_number(scores[t]), t))[: self._capacity(routing)]
+                rest = {t: self._rest_over(self.logits[sample][t], expert) for t in tokens}
+                best = sorted(tokens, key=lambda t: (rest[t], t))[: self._capacity(routing)]
                 for t in best:
-                    found[sample][t].append((expert, scores[t]))
+                    found[sample][t].append((expert, self.scores[sample][t][expert]))
         return found
+
+    def _rest_over(self, row: torch.Tensor, expert: int) -> float:
+        """Returns (1 - p) / p of an expert, which falls with p: p itself may round to 1."""
+        logits = row.tolist()
+        return sum(math.exp(z - logits[expert]) for e, z in enumerate(logits) if e != expert)

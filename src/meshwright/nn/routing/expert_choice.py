@@ -9,11 +9,14 @@ many experts as want it: hard tokens many, easy ones perhaps none, which then pa
     p = softmax(W x) over experts,    expert e takes the C tokens with the largest p_e,    weights = p_e
     C = factor x tokens / experts: `factor` experts per token in the mean
 
-Tokens that repeat at the begin of a sample have equal scores, because causal attention sees nothing else. But
-products of other sizes round otherwise, and rounding must not choose. So of tokens whose scores for e differ
-from the C-th largest by no more than rounding, e takes the first:
+A router that is sure of e has many p_e that round to 1, and rounding must not choose. So tokens are compared
+by the logarithm of their odds, which rises with p_e and keeps all digits of the logits z:
 
-    |p_e - t| <= t ((1 - t) a + b)        t = the C-th largest p_e; a, b: what logits and p are rounded by
+    o_e = log(p_e / (1 - p_e)) = z_e - log sum over the other experts of exp(z)
+
+Tokens that repeat at the begin of a sample have equal scores, because causal attention sees nothing else; but
+products of other sizes round otherwise. So of tokens whose o_e differ from the C-th largest by no more than
+logits are rounded by, e takes the first.
 
 Cost: experts x C rows = factor x tokens, copied once more than by other routings; tokens x experts scores and
 indices.
@@ -34,7 +37,7 @@ from meshwright.nn.routing.capacity import (
     join_groups,
     split_groups,
 )
-from meshwright.nn.routing.routes import Routes
+from meshwright.nn.routing.routes import Routes, best_experts
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 
@@ -54,7 +57,7 @@ class ExpertChoice(GroupRouting):
         logits = router(hidden)
         probabilities = logits.softmax(-1)
         num_experts = logits.shape[-1]
-        taken, num_choices = router.whole_samples(self._take, probabilities.detach())
+        taken, num_choices = router.whole_samples(self._take, log_odds(logits.detach()))
         experts = torch.arange(num_experts, device=hidden.device)
         index = torch.where(taken, experts, num_experts)
         weights = probabilities.masked_fill(~taken, 0)
@@ -62,23 +65,32 @@ class ExpertChoice(GroupRouting):
         num_choices = min(max(num_choices, len(index) * MIN_TOKENS * num_experts), index.numel())
         return Routes(index, weights, logits, probabilities, None, self.group_tokens, num_choices)
 
-    def _take(self, probabilities: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _take(self, scores: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Returns which tokens experts take, [samples, tokens, E], and how many these are together."""
-        num_tokens, num_experts = probabilities.shape[1:]
+        num_tokens, num_experts = scores.shape[1:]
         size, capacity = self.size_and_capacity(num_tokens, num_experts)
-        taken = take_first_of_equals(split_groups(probabilities, size), capacity)
-        return join_groups(taken, probabilities), len(taken) * num_experts * capacity
+        taken = take_first_of_equals(split_groups(scores, size), capacity)
+        return join_groups(taken, scores), len(taken) * num_experts * capacity
+
+
+def log_odds(logits: torch.Tensor) -> torch.Tensor:
+    """Returns log(p / (1 - p)) for p = softmax(`logits` [.., E]), also where p rounds to 1 or to 0."""
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    is_best = torch.arange(logits.shape[-1], device=logits.device) == best_experts(logits, 1)
+    others = logits.masked_fill(is_best, -torch.inf).logsumexp(-1, keepdim=True)
+    # of the best alone 1 - p may be all rounding: all others have p <= 1/2
+    return torch.where(is_best, logits - others, log_p - torch.log1p(-log_p.exp()))
 
 
 def take_first_of_equals(scores: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Returns which tokens have the `capacity` largest of `scores` [groups, tokens, E], as bools of the shape
-    of `scores`: of those within rounding of the last that is taken, the first ones.
+    """Returns which tokens have the `capacity` largest of `scores` [groups, tokens, E], which are logarithms
+    of odds, as bools of the shape of `scores`: of those within rounding of the last taken, the first ones.
     """
-    scores = scores.nan_to_num(nan=2.0)  # above all, so that outputs show it
+    numbers = torch.finfo(scores.dtype)
+    scores = scores.nan_to_num(nan=torch.inf, posinf=numbers.max)  # NaN above all, so that outputs show it
     last = scores.sort(dim=1, descending=True).values[:, capacity - 1 : capacity]
-    # bounds below one rounding of 16 bits, which are compared as they are: there many more would be equal
-    of_logits, of_scores = (min(errors * torch.finfo(scores.dtype).eps, 2**-16) for errors in (2**12, 1))
-    rounding = last * ((1 - last).abs() * of_logits + of_scores)
+    # below one rounding of 16 bits, whose logits are compared as they are: there many more would be equal
+    rounding = min(2**12 * numbers.eps, 2**-16)
     above = scores > last + rounding
     equal = (scores >= last - rounding) & ~above
     free = capacity - above.sum(1, keepdim=True)
