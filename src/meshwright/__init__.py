@@ -88,6 +88,7 @@ _MODULES = {
     "meshwright.plan.plan": ("Plan",),
     "meshwright.plan.sharding.mesh": ("Mesh",),
     "meshwright.plan.strategy_interface": ("Strategy",),
+    "meshwright.run.export.weight_source": ("WeightSource",),
     "meshwright.run.telemetry.callbacks": ("Callback",),
     "meshwright.run.training.trainer": ("Trainer",),
     "meshwright.verifier.verdict_and_cause": ("Verdict",),

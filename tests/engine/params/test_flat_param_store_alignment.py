@@ -91,7 +91,8 @@ def trained(analyzed: AnalyzedModel, plan: Plan, found: type["Found"]) -> list["
         executor = executor_of(analyzed, plan, world)
         batch = {key: value[plan.samples_read(world.rank)] for key, value in samples(vocabulary).items()}
         norms = [float(executor.step(batch).grad_norm) for _ in range(2)]
-        values = {name: value.clone() for name, value in executor.state.flat_params.full_values("TEST")}
+        store, names = executor.state.flat_params, executor.state.trained_module.parameters
+        values = {name: store.full_value(name, "TEST").clone() for name in names}
         result = found(executor, norms, values)
         executor.close()
         return result

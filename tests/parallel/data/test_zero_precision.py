@@ -79,16 +79,8 @@ def step(engine: Trainer, steps: int = 1) -> None:
 
 def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter as a checkpoint would hold it: the master, gathered."""
-    store = engine.executor.state.flat_params
-    found = {
-        name: store.master_weights.exact_value(name, p).clone()
-        for name, p in engine.executor.state.trained_module.parameters.items()
-    }
-    for held in store.by_param_group.values():
-        found |= {
-            name: value.clone() for name, value in store._gather_params(held, held.optimizer_tensor, "TEST")
-        }
-    return found
+    store, names = engine.executor.state.flat_params, engine.executor.state.trained_module.parameters
+    return {name: store.full_value(name, "TEST", use_masters=True).clone() for name in names}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

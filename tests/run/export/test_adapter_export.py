@@ -140,8 +140,10 @@ def test_a_narrower_dtype_is_written_and_measured(tmp_path: Path, folder: Path):
 def test_merged_it_is_a_model_that_needs_no_peft(tmp_path: Path, folder: Path, lora: dict[str, object]):
     source = stirred_up(folder, **lora)
     assert export_model(source, tmp_path / "adapter").round_trip.passed
+    before = {name: source.read_value(name).clone() for name in source.deferred_init.logical_params}
     written = export_model(source, tmp_path / "whole", merge=True)
     assert written.round_trip.passed, str(written.round_trip)
+    assert all(torch.equal(source.read_value(name), value) for name, value in before.items())
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     assert (logits(whole) - logits(of_peft(folder, tmp_path / "adapter"))).abs().max() < 1e-5
 

@@ -16,6 +16,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export import hf_export as export_module
 from meshwright.run.export.hf_export import ExportableModel, check_round_trip, export_model, initial_model
 from meshwright.run.export.roundtrip_check import RoundTripResult
+from meshwright.run.export.stored_tensors import StoredTensors
 from tests.model.published_models import FAMILIES, load_published, logits, made, published
 
 
@@ -94,15 +95,11 @@ def test_one_group_of_tensors_is_held_at_a_time(tmp_path: Path):
         most.append(sum(not reference.expired() for reference in alive))
         return found
 
-    sample = trained.deferred_init.instantiate()
-    state = export_module._state(trained.deferred_init, sample, value, None)
+    stored = StoredTensors.of_model(trained.deferred_init, lambda name: value(name).dtype, None)
     most.clear()
-    conversions = export_module.save_conversions(sample, state)
-    slots = export_module._slots(
-        [m for c in conversions for m in c.apply(sample, state.__getitem__).items()], 10**9
-    )
+    slots = export_module._slots(stored.without_values(), 10**9)
     begins = export_module._write_headers(tmp_path, slots)
-    export_module._write_tensors(tmp_path, slots, begins, conversions, sample, value)
+    export_module._write_tensors(tmp_path, slots, begins, stored, value)
     assert len(most) == len(trained.deferred_init.logical_params)
     assert max(most) <= 2  # the last one may still be held by the loop
 

@@ -105,6 +105,27 @@ class FlatParam:
         source = members.index(owner) if members else owner
         self.group.broadcast(full_tensor, source=source, action=action).wait()
 
+    def gather_param(
+        self, name: str, shard: torch.Tensor, dtype: torch.dtype, *, action: str
+    ) -> torch.Tensor:
+        """Returns the full values of the weight `name`, flat, from the `shard`s of all ranks, which call it.
+
+        Nothing of the other weights is made. A rank that has all of them returns a view of its shard.
+        """
+        shards, works = list(self.spec.shards_of(name)), []
+        if self.group.size == 1 and len(shards) == 1:
+            return shard[shards[0][1].in_shard].to(self.full_tensor.device, dtype)
+        numel = self.views[name].numel()
+        full_values = torch.empty(numel, dtype=dtype, device=self.full_tensor.device)
+        for index, param_shard in shards:
+            part = full_values[param_shard.begin : param_shard.end]
+            if index == self.group.index:
+                part.copy_(shard[param_shard.in_shard])
+            works.append(self.group.broadcast(part, source=index, action=action))
+        for work in works:
+            work.wait()
+        return full_values
+
     @property
     def optimizer_tensor(self) -> torch.Tensor:
         """The tensor of which the optimizer's parameters are views."""

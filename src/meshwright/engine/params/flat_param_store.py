@@ -279,46 +279,48 @@ class FlatParamStore:
             ):
                 flat_param.gather(flat_param.full_tensor, flat_param.fetch(), action=action)
 
-    def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every logical parameter with its present value, one group at a time; all ranks call it.
+    def full_value(
+        self, name: str, action: str, *, use_masters: bool = False, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Returns the present value of the logical parameter `name`, rounded to `dtype`; all ranks that have
+        it call it, and may get their own memory.
 
-        Shards are gathered into separate memory. `use_masters` yields masters where there are any, except for
-        weights that a matrix owner steps.
+        Memory: the value, and along tp one slice of it.
         """
-        for name, parameter in self._state.trained_module.parameters.items():
-            if name not in self._by_name:
-                value = (
-                    self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
-                ).to(parameter.device)
-                yield name, self.param_slices.gather_full(name, value, action)
-        for flat_param in self.by_param_group.values():
-            master = flat_param.master if use_masters else None
-            shard = flat_param.stored_shard if master is None else master
-            yield from self._gather_params(flat_param, shard, action)
+        return self._gather_full(name, self.local_values(name, use_masters=use_masters), dtype, action)
 
-    def full_gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the summed gradient of every trained parameter, in the same way; GLOBAL_NORM has ended."""
-        for name, parameter in self._state.trained_module.trainable_parameters.items():
-            if name not in self._by_name:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                yield name, self.param_slices.gather_full(name, gradient, action)
-        for flat_param in self.by_param_group.values():
-            if flat_param.gradient is not None:
-                yield from self._gather_params(flat_param, flat_param.gradient, action)
+    def full_gradient(self, name: str, action: str) -> torch.Tensor | None:
+        """Returns the summed gradient of the trained parameter `name`, in the same way; None if its group has
+        none. GLOBAL_NORM has ended.
+        """
+        flat_param, parameter = self._by_name.get(name), self._state.trained_module.parameters[name]
+        gradient = parameter.grad if flat_param is None else flat_param.gradient
+        if gradient is None and flat_param is None:
+            gradient = torch.zeros_like(parameter)
+        return None if gradient is None else self._gather_full(name, gradient, None, action)
 
-    def _gather_params(
-        self, flat_param: FlatParam, shard: torch.Tensor, action: str
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        shard = shard.to(flat_param.full_tensor.device)  # masters may rest on the host
-        full_tensor = shard.new_empty(flat_param.spec.numel)
-        flat_param.gather(full_tensor, shard, action=action)
-        for name, numel, start in flat_param.spec.params:
-            yield (
-                name,
-                self.param_slices.gather_full(
-                    name, full_tensor[start : start + numel].view(flat_param.views[name].shape), action
-                ),
-            )
+    def local_values(self, name: str, *, use_masters: bool) -> torch.Tensor:
+        """Returns what this rank stores of `name`; of a flattened parameter, the shard of its group.
+
+        `use_masters`: the master where there is one, except for a weight that a matrix owner steps.
+        """
+        flat_param = self._by_name.get(name)
+        if flat_param is None:
+            parameter = self._state.trained_module.parameters[name]
+            return self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
+        master = flat_param.master if use_masters else None
+        return flat_param.stored_shard if master is None else master
+
+    def _gather_full(
+        self, name: str, local: torch.Tensor, dtype: torch.dtype | None, action: str
+    ) -> torch.Tensor:
+        flat_param, parameter = self._by_name.get(name), self._state.trained_module.parameters[name]
+        dtype = dtype or local.dtype
+        if flat_param is None:
+            local = local.to(parameter.device, dtype)
+        else:
+            local = flat_param.gather_param(name, local, dtype, action=action).view(parameter.shape)
+        return self.param_slices.gather_full(name, local, action)
 
     def _make_unsharded(self, spec: FlatParamSpec) -> FlatParam:
         full_tensor = self._example_param.new_zeros(spec.numel, dtype=self._dtype)

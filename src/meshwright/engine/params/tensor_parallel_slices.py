@@ -8,7 +8,6 @@ are needed: initial values one parameter at a time, checkpoints, comparisons, ex
 """
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 
@@ -103,22 +102,15 @@ class ParamSlices:
         for dim_shard, shape in reversed(
             list(zip(self._dim_shards.get(name, ()), self._shapes_before_slicing(name), strict=False))
         ):
-            group = self._world.group(dim_shard.axes)
-            shapes = [
-                dim_shard.dim_split.local_shape(shape, index, dim_shard.num_ranks)
-                for index in range(dim_shard.num_ranks)
-            ]
-            largest = max(map(prod, shapes))
-            send_buffer = local_slice.new_zeros(largest)
-            send_buffer[: local_slice.numel()] = local_slice.reshape(-1)
-            gathered = local_slice.new_empty(dim_shard.num_ranks * largest)
-            group.all_gather(gathered, send_buffer, action=action).wait()
-            local_slice = local_slice.new_empty(shape)
-            for index, rank_shape in enumerate(shapes):
-                remote_slice = gathered[index * largest : index * largest + prod(rank_shape)].view(rank_shape)
-                copy_slice_into(
-                    local_slice, (dim_shard.dim_split.dim_ranges(index, dim_shard.num_ranks),), remote_slice
-                )
+            group, split = self._world.group(dim_shard.axes), dim_shard.dim_split
+            full_tensor, local_slice = local_slice.new_empty(shape), local_slice.contiguous()
+            for index in range(dim_shard.num_ranks):  # one slice beside the full tensor
+                part_shape = split.local_shape(shape, index, dim_shard.num_ranks)
+                part = local_slice if index == group.index else full_tensor.new_empty(part_shape)
+                group.broadcast(part, source=index, action=action).wait()
+                copy_slice_into(full_tensor, (split.dim_ranges(index, dim_shard.num_ranks),), part)
+                del part
+            local_slice = full_tensor
         return local_slice
 
     def spans(self, name: str) -> tuple[DimRanges, ...]:

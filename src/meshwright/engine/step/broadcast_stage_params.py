@@ -1,91 +1,109 @@
 """Full values of parameters and buffers on all ranks, where pipeline ranks hold only their stages, and where
 servers have rows that workers have not: the first server, which has gathered them, broadcasts these.
 
-Each pp rank in turn broadcasts those of which it is the first user, in the order of the model:
+One parameter at a time, in the order of the model; its first user along pp broadcasts it:
 
     rank 0   embed.weight  layers.0...  --> 1, 2    rank 1   layers.2...  --> 0, 2     rank 2   head  --> 0, 1
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from meshwright.comm.collectives.group import Group
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import BROADCAST_DTYPES
 from meshwright.engine.optim.sharded_state_dict import persistent_buffers
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ParamSpec, block_of
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
+ReadLocal = Callable[[str], torch.Tensor | None]  # the full value of a parameter that this rank has
 
 
 def gather_full_values(
-    state: RankState, local_values: NamedTensors, param_specs: Iterable[ParamSpec], action: str
-) -> NamedTensors:
-    """Yields `local_values`, this rank's values of `param_specs`, and those of other pp ranks.
+    state: RankState, read_local: ReadLocal, param_specs: Iterable[ParamSpec], action: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the values of `param_specs` on all ranks, in order, one at a time: `read_local(name)` of a rank
+    that has the parameter.
 
-    Where all ranks hold all parameters, and on servers, yields `local_values` as they come.
+    A server yields what it has.
     """
-    plan = state.plan
-    if plan.sharding.params_on_servers:
-        yield from _with_rows(state, local_values, action)
-        return
-    if not plan.sharding.block_calls_by_pp_rank or plan.view.is_server:
-        yield from local_values
-        return
-    local, group, device = dict(local_values), state.world.group(("pp",)), state.world.device
-    owners = [(weight, plan.sharding.pp_ranks_using(weight)[0]) for weight in param_specs]
-    local_codes = [
-        BROADCAST_DTYPES.index(local[weight.name].dtype) if source == group.index else 0
-        for weight, source in owners
-    ]
-    # a parameter with a master has another dtype than a frozen one
-    dtype_codes = torch.tensor(local_codes, dtype=torch.float64, device=device)
-    group.all_reduce(dtype_codes, action=action).wait()
-    for (weight, source), code in zip(owners, dtype_codes.tolist(), strict=True):
-        blank = torch.empty(
-            0 if group.index == source else weight.numel, dtype=BROADCAST_DTYPES[int(code)], device=device
-        )
-        flat = local[weight.name].contiguous().view(-1) if group.index == source else blank
-        group.broadcast(flat, source=source, action=action).wait()
-        yield weight.name, flat.view(weight.shape)
-
-
-def _with_rows(state: RankState, local_values: NamedTensors, action: str) -> NamedTensors:
-    """Yields `local_values`, and on workers the parameters whose rows lie on servers."""
-    sharding = state.plan.sharding
-    group, source = state.world.group((sharding.server_axis,)), sharding.num_workers
-    params = {each.param.name: each.param for each in sharding.params_on_servers}
-    gathered = dict[str, torch.Tensor]()
-    for name, value in local_values:
-        gathered |= {name: value} if name in params else {}
-        yield name, value
-    for param in params.values():
-        known = gathered.get(param.name)
-        codes = [0.0 if known is None else BROADCAST_DTYPES.index(known.dtype)]
-        code = torch.tensor(codes, dtype=torch.float64, device=state.world.device)
-        group.broadcast(code, source=source, action=action).wait()
-        blank = torch.empty(param.shape, dtype=BROADCAST_DTYPES[int(code.item())], device=code.device)
-        value = blank if known is None else known.contiguous()
-        group.broadcast(value, source=source, action=action).wait()
-        if known is None:
+    for param in param_specs:
+        value = full_value(state, read_local, param, action)
+        if value is not None:
             yield param.name, value
 
 
-def gather_full_buffers(state: RankState, action: str) -> dict[str, torch.Tensor]:
-    """Returns the model's persistent buffers by name; those of a block from the first rank that runs it.
-
-    All ranks call it.
+def full_value(
+    state: RankState,
+    read_local: ReadLocal,
+    param: ParamSpec,
+    action: str,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """Returns the value of `param`, which all ranks ask for; None where no rank has one, and on a server of
+    other parameters. `dtype` is that of the value if all ranks know it; else it is sent too.
     """
-    blocks_by_rank = [
-        {block_of(block_call) for block_call in stage} for stage in state.plan.sharding.block_calls_by_pp_rank
-    ]
-    buffers = dict(persistent_buffers(state.trained_module.module))
-    for name in buffers if blocks_by_rank else ():
-        inner_blocks = [block for block in state.trained_module.blocks if name.startswith(f"{block}.")]
-        source = next(
-            (index for index, stage in enumerate(blocks_by_rank) if not stage.isdisjoint(inner_blocks)), None
-        )
-        if source is not None:
-            buffers[name] = buffers[name].detach().clone().contiguous()
-            state.world.group(("pp",)).broadcast(buffers[name], source=source, action=action).wait()
-    return buffers
+    sharding, is_local = state.plan.sharding, param.name in state.trained_module.parameters
+    if any(each.param.name == param.name for each in sharding.params_on_servers):
+        group, source = state.world.group((sharding.server_axis,)), sharding.num_workers
+    elif not sharding.block_calls_by_pp_rank or state.plan.view.is_server:
+        return read_local(param.name) if is_local else None
+    else:
+        group, source = state.world.group(("pp",)), sharding.pp_ranks_using(param)[0]
+    local = read_local(param.name) if is_local else None  # all that have it, whose collectives it takes
+    value = local.contiguous() if local is not None and group.index == source else None
+    del local
+    if dtype is None:
+        dtype = _share_dtype(state, group, None if value is None else value.dtype, source, action)
+    if dtype is None:
+        return None
+    if value is None:
+        value = torch.empty(param.shape, dtype=dtype, device=state.world.device)
+    group.broadcast(value, source=source, action=action).wait()
+    return value
+
+
+def _share_dtype(
+    state: RankState, group: Group, dtype: torch.dtype | None, source: int, action: str
+) -> torch.dtype | None:
+    """Returns the dtype of the value on the rank at `source`; None if it has no value."""
+    code = torch.tensor([-1.0 if dtype is None else BROADCAST_DTYPES.index(dtype)], dtype=torch.float64)
+    code = code.to(state.world.device)
+    group.broadcast(code, source=source, action=action).wait()
+    return BROADCAST_DTYPES[int(code.item())] if code.item() >= 0 else None
+
+
+def full_value_dtype(state: RankState, param: ParamSpec, action: str) -> torch.dtype:
+    """Returns the dtype of the value of `param`, or of its master if it has one; all ranks call it, where
+    none is a server.
+    """
+    dtype = None
+    if param.name in state.trained_module.parameters:
+        dtype = state.flat_params.local_values(param.name, use_masters=True).dtype
+    if state.plan.sharding.block_calls_by_pp_rank:
+        source = state.plan.sharding.pp_ranks_using(param)[0]
+        dtype = _share_dtype(state, state.world.group(("pp",)), dtype, source, action)
+    if dtype is None:
+        raise ValueError(f"no rank has {param.name}")
+    return dtype
+
+
+def gather_full_buffers(state: RankState, action: str) -> dict[str, torch.Tensor]:
+    """Returns the model's persistent buffers by name; all ranks call it."""
+    names = [name for name, _ in persistent_buffers(state.trained_module.module)]
+    return {name: full_buffer(state, name, action) for name in names}
+
+
+def full_buffer(state: RankState, name: str, action: str) -> torch.Tensor:
+    """Returns the persistent buffer `name`; that of a block from the first rank that runs it. All ranks call
+    it.
+    """
+    buffer, stages = state.trained_module.module.get_buffer(name), state.plan.sharding.block_calls_by_pp_rank
+    blocks = {block for block in state.trained_module.blocks if name.startswith(f"{block}.")}
+    running = (index for index, stage in enumerate(stages) if not blocks.isdisjoint(map(block_of, stage)))
+    source = next(running, None)
+    if source is None:
+        return buffer
+    buffer = buffer.detach().clone().contiguous()
+    state.world.group(("pp",)).broadcast(buffer, source=source, action=action).wait()
+    return buffer

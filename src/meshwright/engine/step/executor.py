@@ -12,6 +12,7 @@ for the kinds that they introduce, from the parts of a rank that they receive
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -323,14 +324,14 @@ class StepExecutor:
     ) -> dict[str, torch.Tensor]:
         """Returns every logical parameter in full; all ranks call it, and the ledger does not record it.
 
-        A rank without `keep_result` only takes part, and holds one parameter group at a time. `use_masters`
+        A rank without `keep_result` only takes part, and holds one parameter at a time. `use_masters`
         returns masters where there are any.
         """
         self.state.offloaded.delayed_steps.wait_for_all()
         with self.state.world.ledger.pause_recording():
-            values = self.state.flat_params.full_values("GATHER_FULL", use_masters=use_masters)
+            read = partial(self.state.flat_params.full_value, action="GATHER_FULL", use_masters=use_masters)
             full_values = gather_full_values(
-                self.state, values, self.state.plan.model_spec.params, "GATHER_FULL"
+                self.state, read, self.state.plan.model_spec.params, "GATHER_FULL"
             )
             return {name: value for name, value in full_values if keep_result}
 
@@ -341,15 +342,14 @@ class StepExecutor:
         With `local_only`, only those that this rank uses; ranks that use others need not call it.
         """
         with self.state.world.ledger.pause_recording():
-            local_gradients = self.state.flat_params.full_gradients("GATHER_FULL")
-            full_values = (
-                local_gradients
+            read = partial(self.state.flat_params.full_gradient, action="GATHER_FULL")
+            found: Iterable[tuple[str, torch.Tensor | None]] = (
+                ((name, read(name)) for name in self.state.trained_module.trainable_parameters)
                 if local_only
-                else gather_full_values(
-                    self.state, local_gradients, self.state.plan.model_spec.trainable, "GATHER_FULL"
-                )
+                else gather_full_values(self.state, read, self.state.plan.model_spec.trainable, "GATHER_FULL")
             )
-            return {name: gradient / self.state.update.loss_scale_value for name, gradient in full_values}
+            scale = self.state.update.loss_scale_value
+            return {name: gradient / scale for name, gradient in found if gradient is not None}
 
     def memory_by_category(self, tier: MemoryTier = "device") -> dict[str, int]:
         """Returns the bytes that this rank holds for the model, by category (step/model_state_memory.py)."""

@@ -11,7 +11,7 @@ All ranks call these functions, after a step and beside its program. The verifie
 (verifier/one_device/lost_steps.py), for a rank whose state has `observed_sums`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -82,23 +82,21 @@ def _logical_sums(
     specs = [each for each in state.plan.model_spec.trainable if each.name in compressed]
     shapes = {each.name: each.shape for each in specs}
 
-    def local() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in (each for each in state.plan.view.model_spec.trainable if each.name in compressed):
-            name, parameter = spec.name, state.trained_module.parameters[spec.name]
-            if name not in summands:  # on no rank that has it
-                yield name, torch.zeros(shapes[name], dtype=parameter.dtype, device=parameter.device)
-                continue
-            summand = summands[name]
-            total = summand.new_zeros(parameter.numel())
-            shard = state.flat_params.param_shard(name) if summand.numel() != total.numel() else None
-            begin = 0 if shard is None else shard.begin
-            total[begin : begin + summand.numel()] = summand.view(-1)
-            layout = layouts[name]
-            axes = (*layout.axes_with("P"), *(axis for axis, at in layout.placements if at == S(FLAT)))
-            state.world.group(axes).all_reduce(total, action=ACTION).wait()
-            yield name, state.flat_params.param_slices.gather_full(name, total.view(parameter.shape), ACTION)
+    def read_local(name: str) -> torch.Tensor:
+        parameter = state.trained_module.parameters[name]
+        if name not in summands:  # on no rank that has it
+            return torch.zeros(shapes[name], dtype=parameter.dtype, device=parameter.device)
+        summand = summands[name]
+        total = summand.new_zeros(parameter.numel())
+        shard = state.flat_params.param_shard(name) if summand.numel() != total.numel() else None
+        begin = 0 if shard is None else shard.begin
+        total[begin : begin + summand.numel()] = summand.view(-1)
+        layout = layouts[name]
+        axes = (*layout.axes_with("P"), *(axis for axis, at in layout.placements if at == S(FLAT)))
+        state.world.group(axes).all_reduce(total, action=ACTION).wait()
+        return state.flat_params.param_slices.gather_full(name, total.view(parameter.shape), ACTION)
 
-    return dict(gather_full_values(state, local(), specs, ACTION)) if specs else {}
+    return dict(gather_full_values(state, read_local, specs, ACTION))
 
 
 def largest_sum_error(state: RankState) -> float:

@@ -31,7 +31,7 @@ and kernels and NCCL could not load them by 16 bytes at once.
     padding                    none                 less than 128 bytes per parameter and per shard
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -130,6 +130,21 @@ class FlatParamSpec:
         """Returns the elements of the shard of rank `index`, padding included."""
         begin, end = self.shard_range(index)
         return end - begin
+
+    def shards_of(self, name: str) -> Iterator[tuple[int, ParamShard]]:
+        """Yields the shards of the parameter `name`, in order, each with the index of its rank among those
+        that have the flat parameter.
+        """
+        numel, offset = next((numel, offset) for each, numel, offset in self.params if each == name)
+        if self.owner_index is not None:
+            owner, members = self.owner_index, self.member_indices
+            yield members.index(owner) if members else owner, ParamShard(name, 0, numel, offset)
+            return
+        for index in range(offset // self.shard_numel, -(-(offset + numel) // self.shard_numel)):
+            first = index * self.shard_numel
+            begin, end = max(offset, first), min(offset + numel, first + self.shard_numel)
+            if begin < end:
+                yield index, ParamShard(name, begin - offset, end - offset, begin - first)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:

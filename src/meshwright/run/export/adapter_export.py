@@ -43,18 +43,24 @@ def write_adapter(
     names it.
     """
     model: Any = _require_weight_adapter(deferred_init.instantiate())
-    adapters = list(model.peft_config)
-    if len(adapters) != 1:
-        text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
-        raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE_FIX}", location=WHERE)
-    config = copy.deepcopy(model.peft_config[adapters[0]])
+    adapter = only_adapter(model)
+    config = copy.deepcopy(model.peft_config[adapter])
     config.base_model_name_or_path = _stored_base(base or config.base_model_name_or_path or "")
-    names = adapter_tensor_names(model, adapters[0])
+    names = adapter_tensor_names(model, adapter)
     tensors = {stored: _cast(read_value(name), dtype) for stored, name in names.items()}
     _check(model, names, tensors)
     shard = write_shard(folder / ADAPTER_FILE, tensors)
     _write_config(model, config, folder)
     return shard.nbytes, compare_adapter(deferred_init, read_value, folder, dtype, names)
+
+
+def only_adapter(model: Any) -> str:
+    """Returns the name of the adapter of `model`. Raises PlanError if it has several."""
+    adapters = list(model.peft_config)
+    if len(adapters) != 1:
+        text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
+        raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE_FIX}", location=WHERE)
+    return adapters[0]
 
 
 def adapter_tensor_names(model: nn.Module, adapter: str) -> dict[str, str]:
@@ -79,7 +85,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
         text = f"a {type(deferred_init.instantiate()).__name__} has no adapter that could be merged"
         raise PlanError(text, fix="leave --merge out (merge=True)", location=WHERE)
     whole: Any = _require_weight_adapter(deferred_init.instantiate())
-    load_values(whole, deferred_init, read_value)
+    load_values(whole, deferred_init, lambda name: read_value(name).clone())  # peft adds to them in place
     base = whole.merge_and_unload()
     bare, _ = unload_adapters(deferred_init.instantiate())
     kept = {**dict(base.named_parameters()), **dict(base.named_buffers())}

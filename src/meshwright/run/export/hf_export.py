@@ -19,14 +19,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from meshwright.model.hf.declared_tp_plan import is_transformers_model
@@ -34,13 +33,13 @@ from meshwright.model.hf.peft_name_map import is_adapted
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE
-from meshwright.model.loading.weight_conversion import KeyConversion, save_conversions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes
 from meshwright.run.data.tokenizer import Tokenizer
 from meshwright.run.export.adapter_export import merge_adapter, write_adapter
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_files, compare_logits
+from meshwright.run.export.stored_tensors import StoredTensors
 from meshwright.run.export.tokenizer_export import (
     companion_files,
     copy_files,
@@ -173,26 +172,21 @@ def _export_files(
         return _finish_export(
             folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base)
         )
-    state = _state(trained.deferred_init, module, value, dtype)
-    conversions = save_conversions(module, state)
-    slots = _slots(
-        [made for each in conversions for made in each.apply(module, state.__getitem__).items()],
-        max_shard_nbytes,
-    )
+    stored = StoredTensors.of_model(trained.deferred_init, lambda name: value(name).dtype, dtype)
+    slots = _slots(stored.without_values(), max_shard_nbytes)
     begins = _write_headers(partial, slots)
-    _write_tensors(
-        partial, slots, begins, conversions, module, lambda name: value(name).to(state[name].dtype)
-    )
+    _write_tensors(partial, slots, begins, stored, value)
     if len(begins) > 1:
         _write_index(partial, slots)
     if is_transformers_model(module):
         written = next(
-            (tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32
+            (tensor.dtype for tensor in stored.sources.values() if tensor.is_floating_point()), torch.float32
         )
         _write_config(module, partial, written, trained)
         verdict = compare_logits(trained.deferred_init, value, partial, dtype)
     else:
-        verdict = compare_files(partial, {name: tensor.dtype for name, tensor in state.items()}, value)
+        dtypes = {name: tensor.dtype for name, tensor in stored.sources.items()}
+        verdict = compare_files(partial, dtypes, value)
     if trained.tokenizer is not None:
         write_tokenizer(trained.tokenizer, partial)
     return _finish_export(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
@@ -212,59 +206,13 @@ def _first_named(trained: ExportableModel) -> Callable[[str], torch.Tensor]:
     return lambda name: trained.read_value(first.get(name, name)).detach()
 
 
-def _state(
-    deferred_init: DeferredInit,
-    module: nn.Module,
-    value: Callable[[str], torch.Tensor],
-    dtype: torch.dtype | None,
-) -> dict[str, torch.Tensor]:
-    """Returns the tensors to store by name, without values, in their final dtype; a tied tensor is stored
-    once.
-
-    Buffers keep their own dtype: rounded statistics would be other statistics.
-    """
-    named = dict(module.state_dict())
-    if is_transformers_model(module):
-        pretrained: Any = module
-        named = {
-            name: tensor
-            for name, tensor in named.items()
-            if name not in (pretrained._keys_to_ignore_on_save or ())
-        }
-        named = dict(transformers.modeling_utils.remove_tied_weights_from_state_dict(named, pretrained))
-    else:
-        known: dict[int, str] = {}
-        live = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
-        named = {
-            name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name
-        }
-    parameters = {
-        name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()
-    }
-    sample = next(
-        (value(name).dtype for name in named if name in parameters and not deferred_init.keeps_dtype(name)),
-        None,
-    )
-    state = {}
-    for name, tensor in named.items():
-        cast = name in parameters and sample is not None
-        kept = (
-            dtype or deferred_init.init_dtype(name, sample) if cast and sample is not None else tensor.dtype
-        )
-        state[name] = torch.empty(tensor.shape, dtype=kept, device="meta")
-    return state
-
-
-def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict[str, _Slot]:
+def _slots(tensors: Mapping[str, torch.Tensor], max_nbytes: int) -> dict[str, _Slot]:
     """The file and offset of each tensor: in order, wide dtypes first within a file, so that each starts at a
     multiple of its width.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     filled = 0
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         if shards[-1] and filled + tensor.nbytes > max_nbytes:
             shards.append([])
             filled = 0
@@ -305,12 +253,11 @@ def _write_tensors(
     folder: Path,
     slots: Mapping[str, _Slot],
     begins: Mapping[str, int],
-    conversions: Sequence[KeyConversion],
-    module: nn.Module,
+    stored: StoredTensors,
     value: Callable[[str], torch.Tensor],
 ) -> None:
-    for conversion in conversions:
-        for name, tensor in conversion.apply(module, value).items():
+    for conversion in stored.conversions:
+        for name, tensor in stored.convert(conversion, value).items():
             slot = slots[name]
             data = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
             with (folder / slot.file).open("r+b", buffering=0) as file:

@@ -85,9 +85,8 @@ def compare_logits(
     exact = _outputs(module, inputs)
     mine, rounding = exact, None
     if dtype is not None and dtype.itemsize < 4:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(_round_to(parameter, dtype))
+        for parameter in module.parameters():  # its memory may be that of the model in training
+            parameter.data = _round_to(parameter.detach(), dtype)
         mine = _outputs(module, inputs)
         rounding = _distance(exact, mine)
     kind = type(module)
@@ -223,7 +222,7 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: ReadValue) -> None:
-    """Gives `module` (an instance) the values, in float32."""
+    """Gives `module` (an instance) the values, in float32: the memory of those that are in float32."""
     for first, entry in deferred_init.logical_params.items():
         mine = read_value(first)
         parameter = nn.Parameter(

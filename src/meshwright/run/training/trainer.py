@@ -40,6 +40,7 @@ from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
+from meshwright.run.export.weight_source import WeightIteration, WeightSource
 from meshwright.run.training.gathered_predictions import (
     EvalMetric,
     Predict,
@@ -77,6 +78,7 @@ class Trainer:
             analyzed,
             oom_advisor,
         )
+        self._weights = WeightIteration(executor)
         self._warned = False  # of a step that changed nothing, or whose numbers are not finite
         # the last step, if its numbers were late: checked with the next one
         self._unchecked: tuple[Metrics, LocalBatch] | None = None
@@ -102,6 +104,7 @@ class Trainer:
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
         prepared = self._prepare(batch)
+        self._weights.end()
         with self.oom_advisor:
             metrics = self.executor.step(prepared, stop=stop)
         self.check_last_step()
@@ -109,6 +112,10 @@ class Trainer:
         if not metrics.numbers.is_late:
             self.check_last_step()
         return metrics
+
+    def _begin_call(self) -> None:
+        self._weights.end()
+        self.check_last_step()
 
     def check_last_step(self) -> None:
         """Warns if the last step changed nothing, or made the parameters unusable; once per run.
@@ -129,7 +136,7 @@ class Trainer:
         divides it. Evaluation runs in eval mode and without gradients, and does not change parameters,
         buffers, modes and random states.
         """
-        self.check_last_step()
+        self._begin_call()
         batches = self._eval_batches(data)
         with self.oom_advisor:
             if not metrics:
@@ -146,6 +153,7 @@ class Trainer:
         `data` as for `evaluate`; `select(outputs, batch)` returns tensors with one sample per row.
         """
         pieces: dict[str, list[torch.Tensor]] = {}
+        self._weights.end()
         with self.oom_advisor:
             rows = self._single_microbatches(self._eval_batches(data))
             for row in gathered_predictions(self.executor, rows, select):
@@ -173,7 +181,7 @@ class Trainer:
         `on_token(index, token)` is called with each token of answer `index` on the ranks that continue it;
         False ends the answer, and an error ends all ranks. Nothing is trained.
         """
-        self.check_last_step()
+        self._begin_call()
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
         each = params_of_prompts(SamplingParams() if params is None else params, len(ids))
         decode = None if tokenizer is None else tokenizer.decode
@@ -193,7 +201,7 @@ class Trainer:
         """Returns the log-probability of each token of `answers`, one to each of `prompts`, in order and on
         every rank; all ranks call it. In eval mode and without gradients; for the rest as `generate`.
         """
-        self.check_last_step()
+        self._begin_call()
         asked = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
         given = [as_token_ids(answer, number, "answer") for number, answer in enumerate(answers)]
         with self.oom_advisor:
@@ -222,6 +230,7 @@ class Trainer:
         samples; `trainer.generate` divides the prompts), and all get the outputs. Outside, a rank under a
         plan with shards or stages has only its own part.
         """
+        self._weights.end()
         with torch.no_grad(), self.executor.full_param_forwards.full_params("GATHER_FULL"):
             yield self.module
 
@@ -302,7 +311,7 @@ class Trainer:
 
     def save(self, folder: Path | str) -> Path:
         """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""
-        self.check_last_step()
+        self._begin_call()
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
         return save_checkpoint(Path(folder), self.executor, meta, self.world)
 
@@ -316,7 +325,7 @@ class Trainer:
         `dtype`, or as they are. Of a peft model the adapter is written, as peft does; with `merge`, the base
         model with the adapter merged into it.
         """
-        self.check_last_step()
+        self._begin_call()
         self.executor.check_sites_agree("export")
         parameters = self.executor.gather_parameters(keep_result=self.world.rank == 0, use_masters=True)
         with self.world.ledger.pause_recording():
@@ -332,6 +341,16 @@ class Trainer:
             merge=merge,
         )
 
+    def weights(self, dtype: torch.dtype | None = None, *, rank: int | None = None) -> WeightSource:
+        """Returns the whole tensors as `export` stores them, to be iterated on all ranks, one tensor in
+        memory at a time: `for name, tensor in trainer.weights()`.
+
+        All ranks call it. With `rank`, that one alone gets them. Of a peft model these are the tensors of the
+        adapter.
+        """
+        deferred_init = self.analyzed.deferred_init
+        return WeightSource(self.executor, deferred_init, self._weights, dtype, rank)
+
     def load(self, checkpoint: Path | str) -> int:
         """Loads the checkpoint in the folder that `save` returned, saved under this or another plan; returns
         its step.
@@ -340,6 +359,7 @@ class Trainer:
         for a checkpoint that is damaged or of another model.
         """
         path = Path(checkpoint)
+        self._weights.end()
         ranks = consensus_for_load(self.world, f"'{path}' was not loaded")
         manifest = verify_checkpoint(
             path, ranks, lambda manifest, place: check_model(manifest, self.executor, place)
@@ -349,7 +369,7 @@ class Trainer:
 
     def close(self) -> None:
         """Restores the module's own forward methods."""
-        self.check_last_step()
+        self._begin_call()
         self.executor.close()
 
     def __enter__(self) -> Self:
