@@ -82,7 +82,7 @@ def make_request(folder: Path, seed: int, num_steps: int, sizes: Mapping[str, in
     excluded = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
     source = sysconfig.get_path("stdlib")
     job = Job(
-        ModelConfig(str(ROOT / "examples" / "llama-small.json"), overrides=sizes),
+        ModelConfig(str(ROOT / "examples" / "llama-small.json"), overrides=dict(sizes)),
         DataConfig(source, include=("*.py",), exclude=excluded, sequence=SEQUENCE),
         TrainConfig(steps=num_steps, batch=BATCH, seed=seed),
         OptimizerConfig(lr=3e-3),

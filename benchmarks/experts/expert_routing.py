@@ -59,8 +59,8 @@ class Case:
     seed: int = 1
 
     def __str__(self) -> str:
-        mode = "" if self.training else ", evaluation"
-        return f"{self.routing}, {self.num_experts} experts, {self.shape}, {self.router}{mode}, seed {self.seed}"
+        mode = f"seed {self.seed}" if self.training else f"seed {self.seed}, evaluation"
+        return f"{self.routing}, {self.num_experts} experts, {self.shape}, {self.router}, {mode}"
 
     def layer_and_input(self) -> tuple[MixtureOfExperts, torch.Tensor]:
         """Returns the layer and its input [samples, tokens, WIDTH], with the same numbers each time."""
