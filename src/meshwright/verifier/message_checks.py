@@ -253,7 +253,7 @@ def check_rounds(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
     for action in actions:
         for name in action.tensors if action.kind == "STEP" else ():
             before[name].append(action.name)
-    if plan.sharding.has_owners and plan.sharding.varying_axes:
+    if plan.program.depends_on_arrivals:
         yield from _check_pushes(plan, actions)
         return
     for axis in reversed(plan.sharding.varying_axes):  # sites of a data centre meet first

@@ -34,6 +34,7 @@ SPLIT_SHARDS = mw.BatchSplit("dp_shard")
 INNER: dict[str, tuple[mw.Mesh, tuple[Strategy, ...], int]] = {
     "one rank each": (mw.Mesh(outer=3), (), 2),
     "ddp": (mw.Mesh(outer=3, dp_replicate=2), (mw.BatchSplit(), mw.DDP()), 1),
+    "server": (mw.Mesh(outer=2, dp_replicate=2), (mw.BatchSplit(), mw.ParameterServer()), 1),
     "zero 1": (mw.Mesh(outer=2, dp_shard=3), (SPLIT_SHARDS, mw.ZeRO(stage=1)), 0),
     "zero 2": (mw.Mesh(outer=2, dp_shard=3), (SPLIT_SHARDS, mw.ZeRO(stage=2)), 1),
     "zero 3": (mw.Mesh(outer=3, dp_shard=2), (SPLIT_SHARDS, mw.ZeRO(stage=3)), 1),

@@ -1,5 +1,6 @@
 """What holds for all rounds: bytes, memory, what a step tells, what is refused, and checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from tests.parallel.outer.site_plans import (
     ADAMW,
     ANALYZED,
     INNER,
-    SPLIT_SHARDS,
     is_equal,
     samples_of,
     site_plan,
@@ -170,12 +170,12 @@ def test_what_does_not_go_with_rounds_is_refused_by_name(mesh: mw.Mesh, strategi
 
 
 def resumed_plan(inner: str, sites: int) -> Plan:
-    _, strategies, _ = INNER[inner]
-    mesh = mw.Mesh(outer=sites, dp_shard=2) if SPLIT_SHARDS in strategies else mw.Mesh(outer=sites)
-    return mw.make_plan(ANALYZED, tiny_job(optimizer=ADAMW), mesh, (*strategies, LOCAL), 1)
+    mesh, strategies, _ = INNER[inner]
+    job = tiny_job(optimizer=ADAMW)
+    return mw.make_plan(ANALYZED, job, replace(mesh, outer=sites), (*strategies, LOCAL), 1)
 
 
-@pytest.mark.parametrize("inner", ["one rank each", "zero 3"])
+@pytest.mark.parametrize("inner", ["one rank each", "server", "zero 3"])
 def test_a_run_resumes_in_the_middle_of_a_round_bit_for_bit(inner: str, tmp_path: Path):
     plan = resumed_plan(inner, 3)
     straight = trained(plan, tmp_path, range(7), lambda done: done in (2, 3, 4))

@@ -31,7 +31,6 @@ BESIDE: dict[str, tuple[mw.Mesh, tuple[Strategy, ...], int]] = {
         (SPLIT, mw.ActivationCheckpointing(), mw.ChunkedLoss(2), mw.ParameterServer(servers=2)),
         2,
     ),
-    "rounds": (mw.Mesh(outer=2, dp_replicate=2), (SPLIT, mw.ParameterServer(), mw.LocalSGD(sync_every=2)), 1),
     "slices": (mw.Mesh(dp_replicate=2, tp=2), (SPLIT, mw.TensorParallel(), mw.ParameterServer(servers=2)), 0),
     "ring": (mw.Mesh(dp_replicate=2, cp=2), (SPLIT, mw.RingAttention(), mw.ParameterServer(servers=3)), 1),
     "ring alone": (mw.Mesh(cp=3), (mw.RingAttention(), mw.ParameterServer("cp", 2)), 0),

@@ -31,7 +31,7 @@ def site_state_dict(
 
     `in_round`: the parameters differ too.
     """
-    if not plan.sharding.varying_axes or plan.sharding.has_owners:  # owners have what is saved, each once
+    if not plan.sharding.varying_axes or plan.program.depends_on_arrivals:  # servers have what all sites push
         return dict(local_state)
     kinds = (OPTIMIZER_KIND, *(PARAMETER_KINDS if in_round else ()))
     prefix = _prefix(plan.site_of(plan.rank))

@@ -282,6 +282,8 @@ class CheckpointedCall:
         """
         found = self._run_again(alias)
         leaves = self._restore_leaves(found)
+        for tensor, leaf in zip(found, leaves, strict=True):
+            tensor.data = leaf.detach()  # of the outputs the backward reads the graph, so their memory is freed
         return list(zip(found, leaves, strict=True))
 
     def recompute_outputs(self, alias: MakeAlias) -> None:
