@@ -11,6 +11,7 @@ as `verify --curve` compares it.
 int8 has to be within the spread, powersgd and topk within 1 %, sign within 2 %; int4 has no bar, and is told.
 The figure is the worst share of a bar that a codec takes. A Llama of 25.6 M is trained with one seed, and its
 gaps are told. Nothing is timed, so others may run beside it; the same machine and Python give the same bits.
+Finished curves are kept by commit: the same command continues.
 
     python -m benchmarks.compression.compression_curves --only int8      one codec; nothing is written
     python -m benchmarks.compression.compression_curves --steps 40       shorter; nothing is written
@@ -20,11 +21,13 @@ import sysconfig
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
+from typing import Any
 
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import ROOT, Result
 from meshwright.commands.verify import train_on_rank
 from meshwright.parallel import STRATEGIES
@@ -33,7 +36,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import EvalConfig, Job, LRScheduleConfig, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.resolve_config import open_request, plan_request
+from meshwright.resolve_config import open_valid_request, plan_request
 from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.config.strategy_tables import strategies_from_tables
 from meshwright.testing.ranks import run_on_threads
@@ -96,19 +99,25 @@ def train_all(
     codecs: Sequence[str], num_steps: int, seeds: int = NUM_SEEDS, sizes: Mapping[str, int] = SIZES
 ) -> Iterator[tuple[str, LossCurve]]:
     """Yields the curve of exact sums ("") and of each codec, for each of the first `seeds` seeds."""
+    store = CaseStore(NAME)
+    known = store.read()
     with TemporaryDirectory() as folder:
         for seed in range(seeds):
-            request, diagnostics = make_request(Path(folder), seed, num_steps, sizes), []
-            opened = open_request(request, diagnostics, needs_data=True)
-            if opened is None:
-                raise RuntimeError(f"the run cannot be opened: {diagnostics}")
+            request = make_request(Path(folder), seed, num_steps, sizes)
+            opened = cache(partial(open_valid_request, request))
             for mode in ("", *codecs):
-                codec = ({"name": "compress", "mode": mode, **CODECS[mode].options},) if mode else ()
-                strategies = strategies_from_tables([*EXACT, *codec], STRATEGIES)
-                run = plan_request(replace(request, strategies=strategies), Mesh(dp_replicate=RANKS), opened)
-                train = partial(train_on_rank, run, num_steps)
-                losses, held_out = run_on_threads(train, run.plan.mesh, timeout_s=LIMIT_S)[0]
-                yield mode, LossCurve(seed, not mode, losses, held_out)
+                case = f"{mode or 'exact'}, seed {seed}, {num_steps} steps, {dict(sizes)}"
+                if case not in known:
+                    codec = ({"name": "compress", "mode": mode, **CODECS[mode].options},) if mode else ()
+                    strategies = strategies_from_tables([*EXACT, *codec], STRATEGIES)
+                    planned = replace(request, strategies=strategies)
+                    run = plan_request(planned, Mesh(dp_replicate=RANKS), opened())
+                    train = partial(train_on_rank, run, num_steps)
+                    losses, held_out = run_on_threads(train, run.plan.mesh, timeout_s=LIMIT_S)[0]
+                    known[case] = {"case": case, "losses": losses, "held_out": held_out}
+                    store.add(known[case])
+                found: dict[str, Any] = known[case]
+                yield mode, LossCurve(seed, not mode, tuple(found["losses"]), tuple(found["held_out"]))
 
 
 def verdicts(curves: Sequence[tuple[str, LossCurve]], num_steps: int) -> dict[str, CurveVerdict]:
@@ -158,7 +167,7 @@ def result(found: Mapping[str, CurveVerdict], large: Mapping[str, CurveVerdict])
         detail={
             "codecs": rows,
             "exact": exact,
-            "25.6 M, one seed": {
+            f"25.6 M, one seed, {LARGE_STEPS} steps": {
                 mode: {"gap": each.gap, "curves": [asdict(curve) for curve in each.curves]}
                 for mode, each in large.items()
             },
@@ -180,8 +189,8 @@ def main() -> None:
     for mode, verdict in found.items():
         print(f"{mode}: {share_of_bar(mode, verdict):.2f} of its bar; {verdict.reason}")
     if options.steps == STEPS and list(found) == list(CODECS):
-        large = told(train_all(codecs, options.steps, seeds=1, sizes=LARGE_SIZES))
-        print(result(found, verdicts(large, options.steps)).write(NAME))
+        large = told(train_all(codecs, LARGE_STEPS, seeds=1, sizes=LARGE_SIZES))
+        print(result(found, verdicts(large, LARGE_STEPS)).write(NAME))
 
 
 def told(curves: Iterator[tuple[str, LossCurve]]) -> list[tuple[str, LossCurve]]:

@@ -54,7 +54,7 @@ PAIRS = {  # what is compared with what, with one rank per host
     "torch ddp powersgd": "torch ddp",
 }
 WINDOWS = {
-    100: Window(clean=5, most=8, limit_s=600, warmup=1, threshold=0.5),
+    100: Window(clean=9, most=12, limit_s=600, warmup=1, threshold=0.5),
     1000: Window(clean=12, most=24, limit_s=240, warmup=2, threshold=0.7),
 }
 OPENED = ExitStack()  # what a rank has opened, as long as its process lives
@@ -94,7 +94,7 @@ def our_step(
     strategies: Tables,
 ) -> Callable[[], object]:
     """Builds, in each process of `Ranks`, the step of a plan."""
-    locations[rank * len(locations) // size].enter()
+    locations[mesh.coordinate(rank)["dp_replicate"]].enter()  # of the copies, one lies on each host
     world = OPENED.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
     workload = "small" if size == HOSTS else "short4"
     return plan_step(workload, mesh, [make_strategy(each) for each in strategies], world)

@@ -51,7 +51,7 @@ def test_the_claim_holds_if_every_codec_with_a_bar_is_below_it(powersgd: float, 
     assert found.median == pytest.approx(powersgd / 0.01)
     assert json.dumps(found.detail)
     assert found.detail["codecs"]["int4"]["bar"] is None
-    assert found.detail["25.6 M, one seed"]["int8"]["gap"] == pytest.approx(0.02)
+    assert found.detail["25.6 M, one seed, 90 steps"]["int8"]["gap"] == pytest.approx(0.02)
 
 
 def test_codecs_that_exist_take_their_options(tmp_path):
