@@ -56,6 +56,7 @@ LARGE_SIZES = {
     "num_hidden_layers": 8,
     "num_key_value_heads": 8,
 }
+LARGE_STEPS = 90
 EXACT = ({"name": "batch_split"}, {"name": "ddp"})
 LIMIT_S = 600.0
 
