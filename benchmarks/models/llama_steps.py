@@ -265,9 +265,17 @@ def sharded(
 
 
 def torch_step(
-    rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module], *, autocast: bool = False
+    rank: int,
+    size: int,
+    spec: Workload,
+    wrap: Callable[[nn.Module], nn.Module],
+    *,
+    autocast: bool = False,
+    begin: Callable[[nn.Module, torch.optim.Optimizer], Callable[[], object]] | None = None,
 ) -> Callable[[], object]:
-    """Returns the step of a plain loop around the model that `wrap` returns, on this rank's samples."""
+    """Returns the step of a plain loop around the model that `wrap` returns, on this rank's samples; `begin`
+    returns what is called behind each step of the optimizer.
+    """
     torch.set_num_threads(1)
     plain = spec.model()
     names = dict(plain.named_parameters())
@@ -285,6 +293,7 @@ def torch_step(
             groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
         )
     batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
+    end_step = begin(model, optimizer) if begin else None
 
     def step() -> float:
         batch = batches.next()
@@ -296,6 +305,8 @@ def torch_step(
         loss.backward()
         nn.utils.clip_grad_norm_(names.values(), 1.0)
         optimizer.step()
+        if end_step is not None:
+            end_step()
         return loss.item()
 
     return step
