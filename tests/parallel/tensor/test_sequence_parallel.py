@@ -226,7 +226,6 @@ class Mixing(nn.Module):
         self.mixes = mixes
         self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
         self.mix, self.scale = nn.Conv1d(8, 8, 3, padding=1, groups=8), nn.Parameter(torch.ones(8))
-        self.between: nn.Module = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -238,7 +237,7 @@ class Mixing(nn.Module):
             h = h * self.scale
         if self.mixes == "positions":
             h = h + torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        return x + self.down(self.between(torch.tanh(self.up(h))))
+        return x + self.down(torch.tanh(self.up(h)))
 
 
 class Mixed(nn.Module):
@@ -281,16 +280,26 @@ def test_a_block_that_mixes_tokens_is_refused_by_name(mixes: str, why: str):
     assert f"the block 'layers.0' cannot run on a slice of the tokens: {why}" in str(caught.value)
 
 
+class Pooled(nn.Module):
+    """Adds the mean over tokens of what `norm` returns, so it needs all tokens."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(x).mean(1, keepdim=True)
+
+
 class Shared(Mixed):
-    """One norm for all layers; `twice`: called between the layers of a pair too."""
+    """One norm for all layers; `twice`: also of a layer that needs all tokens."""
 
     def __init__(self, *, twice: bool = False) -> None:
         super().__init__("")
         for layer in self.layers:
             layer.norm = self.layers[0].norm
-            if twice:
-                layer.up, layer.down = nn.Linear(8, 8), nn.Linear(8, 8)
-                layer.between = layer.norm
+        if twice:
+            self.layers.append(Pooled(self.layers[0].norm))
 
 
 def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch.Tensor]]:
@@ -307,7 +316,7 @@ def test_a_norm_that_all_layers_share_is_summed_in_each():
     assert_exact(analyzed, plan, [batch, batch])
 
 
-def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():
+def test_a_norm_on_slices_and_on_all_tokens_is_refused():
     with pytest.raises(
         PlanError, match=r"layers\.0\.norm is called on the residual stream and on another tensor"
     ):
