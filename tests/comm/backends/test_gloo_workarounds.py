@@ -39,6 +39,10 @@ class Noted(Work):
     def wait(self) -> None:
         self.waited += 1
 
+    @property
+    def is_done(self) -> bool:
+        return self.waited > 0
+
     def add_done_callback(self, callback: object) -> None:
         raise NotImplementedError("nobody asks")
 
@@ -61,3 +65,15 @@ def test_the_oldest_sum_is_awaited_and_its_buffer_reused():
     assert len({address for address, _, _ in seen}) == NUM_RECEIVE_BUFFERS
     assert [numel for _, numel, _ in seen] == [8, 8, 4, 2, 4, 3]
     assert [work.waited for work in works] == [1, 1, 1, 1, 0, 0]
+
+
+def test_sums_that_are_never_in_flight_together_have_one_buffer():
+    arrivals, seen = ReceiveBuffers(), set[int]()
+
+    def issue(arrived: torch.Tensor) -> Work:
+        seen.add(arrived.data_ptr())
+        return Noted()
+
+    for numel in (8, 2, 8, 5):
+        arrivals.receive(torch.empty(numel), issue).wait()
+    assert len(seen) == 1

@@ -11,13 +11,14 @@ hosts a ring of more than two keeps every link busy, and broadcasts do not.
 Measured (2 cores, 4 and 12 MiB pieces, CPU of a rank): 2 ranks 0.50 and 0.57 of gloo's own, 4 ranks 0.71 and
 0.69.
 
-`ReceiveBuffers` holds the summands of a reduce_scatter that is run as an all-to-all, in two buffers that are
-used in turn.
+`ReceiveBuffers` holds the summands of a reduce_scatter that is run as an all-to-all, in two buffers at most.
 
     issue 1 -> buffer 0      issue 2 -> buffer 1      issue 3: wait for 1, sum it -> buffer 0 again ...
+    issue 1 -> buffer 0      wait for 1, sum it       issue 2 -> buffer 0
 
 So memory does not grow with the number of reductions in flight, and a steady step allocates none. Waiting for
-the oldest one costs little, because the newer one is in flight meanwhile.
+the oldest one costs little, because the newer one is in flight meanwhile. Where no two are in flight, such as
+one sum at the end of a step, there is one buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,10 +123,16 @@ NUM_RECEIVE_BUFFERS = 2
 class _ReceiveBuffer:
     flat: torch.Tensor | None = None
     work: Work | None = None
+    number: int = 0  # of the work among all
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing that it received is still to be summed."""
+        return self.work is None or self.work.is_done
 
 
 class ReceiveBuffers:
-    """The receive buffers of one group on one rank. Reusing a buffer waits for the work that filled it."""
+    """The receive buffers of one group on one rank. If all are in use, the oldest work is waited for."""
 
     def __init__(self) -> None:
         self._buffers = [_ReceiveBuffer() for _ in range(NUM_RECEIVE_BUFFERS)]
@@ -136,8 +143,10 @@ class ReceiveBuffers:
 
         Of its dtype.
         """
-        memory = self._buffers[self._num_issued % NUM_RECEIVE_BUFFERS]
+        oldest = min(self._buffers, key=lambda each: each.number)
+        memory = next((each for each in self._buffers if each.is_free), oldest)
         self._num_issued += 1
+        memory.number = self._num_issued
         if memory.work is not None:
             memory.work.wait()
         if memory.flat is None or memory.flat.numel() < like.nbytes:
