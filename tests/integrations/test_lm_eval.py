@@ -4,28 +4,30 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import tiny_job
 
 pytest.importorskip("lm_eval", reason="an extra: pip install meshwright[lm-eval]")
 
 from lm_eval import simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.models.huggingface import HFLM
 
 from meshwright.integrations.lm_eval import MeshwrightLM
+from tests.integrations.lm_eval_cases import (
+    GENERATED,
+    LIKELIHOODS,
+    ROLLING,
+    TEXTS,
+    analyzed,
+    instances,
+    local_tasks,
+    reference,
+    responses,
+    tokenizer,
+)
 
-SIZES = {"vocab_size": 259, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 48, "bos_token_id": 257, "eos_token_id": 258}
 MESHES = {
     "one device": mw.Mesh(),
     "copies": mw.Mesh(dp_replicate=3),
@@ -34,64 +36,6 @@ MESHES = {
     "stages": mw.Mesh(pp=2),
     "sequence": mw.Mesh(cp=2),
 }
-TEXTS = [
-    "A cat sat on the mat.",
-    "",
-    "Two dogs ran over the hill, and one of them came back by night; nobody saw.",
-]
-CHOICES = [" yes", " no", " perhaps not"]
-ANSWERS = [{"until": ["\n", "ab"], "max_gen_toks": 9}, {"until": "e", "max_gen_toks": 5, "do_sample": False}]
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per byte, and ends of a text; made without any file."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<pad>", "<s>", "</s>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>",
-        clean_up_tokenization_spaces=False,
-        chat_template="{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}",
-    )  # fmt: skip
-
-
-@cache
-def analyzed() -> mw.AnalyzedModel:
-    """The model that the tasks ask; cached, because nothing writes into it."""
-    torch.manual_seed(0)
-    model, tokens = LlamaForCausalLM(LlamaConfig(**SIZES)), torch.randint(0, 256, (4, 9))
-    return mw.analyze(model, {"input_ids": tokens, "labels": tokens})
-
-
-@cache
-def reference() -> HFLM:
-    """The harness's own class, in float64 on one device."""
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
-    run_in_float64(model)
-    return HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=3, device="cpu")
-
-
-def instances(kind: Any, requests: list[tuple[Any, ...]]) -> list[Instance]:
-    """Requests of a task as the harness makes them."""
-    return [Instance(kind, {}, request, index) for index, request in enumerate(requests)]
-
-
-LIKELIHOODS = [(text, choice) for text in TEXTS for choice in CHOICES]
-ROLLING = [(text,) for text in TEXTS if text]
-GENERATED = [(text, dict(options)) for options in ANSWERS for text in TEXTS if text]
-
-
-def responses(lm: Any) -> tuple[list[tuple[float, bool]], list[float], list[str]]:
-    """What a model says to all kinds of requests."""
-    return (
-        lm.loglikelihood(instances("loglikelihood", LIKELIHOODS)),
-        lm.loglikelihood_rolling(instances("loglikelihood_rolling", ROLLING)),
-        lm.generate_until(instances("generate_until", GENERATED)),
-    )
 
 
 @cache
@@ -122,26 +66,6 @@ def test_responses_are_those_of_the_class_of_the_harness(mesh: str):
         )
         assert found_rolling == pytest.approx(rolling, rel=0, abs=1e-10)
         assert found_texts == texts
-
-
-def local_task(name: str, **config: Any) -> ConfigurableTask:
-    """A task on data that lie here."""
-    rows = [{"text": text, "choices": CHOICES, "answer": index} for index, text in enumerate(TEXTS) if text]
-    config |= {"custom_dataset": lambda **more: {"test": Dataset.from_list(rows)}, "test_split": "test"}
-    return ConfigurableTask(config={"task": name, "doc_to_text": "{{text}}", **config})
-
-
-def local_tasks() -> list[ConfigurableTask]:
-    """One of each kind."""
-    choice = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "answer"}
-    texts = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-    answer = {"output_type": "generate_until", "doc_to_target": "x", "generation_kwargs": ANSWERS[0]}
-    metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
-    return [
-        local_task("choices", **choice, metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
-        local_task("texts", **texts, metric_list=metrics),
-        local_task("answers", **answer, metric_list=[{"metric": "exact_match"}]),
-    ]
 
 
 @pytest.mark.parametrize("chat", [False, True])

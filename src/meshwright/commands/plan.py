@@ -13,6 +13,7 @@ import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
 from meshwright.device.local_device import target_platform
 from meshwright.device.platforms import CPU
+from meshwright.integrations.lm_eval_tasks import task_diagnostics
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.plan import Plan
@@ -43,9 +44,12 @@ def resolve_config(
 def resolve(request: PlanRequest, world: int | None, *, needs_data: bool = True) -> ResolvedRequest:
     """Returns `request` with everything resolved, and its run; without `needs_data` it may name no data yet.
 
-    Raises PlanError if the static checks of the program fail.
+    Raises PlanError if the static checks of the program fail, and for tasks that cannot be evaluated.
     """
-    return checked_request(request, resolve_request(request, world, needs_data=needs_data))
+    ready = resolve_request(request, world, needs_data=needs_data)
+    job, deferred_init = ready.plan.job, ready.analyzed.deferred_init
+    raise_diagnostics(deferred_init.read(lambda module: list(task_diagnostics(job, module))))
+    return checked_request(request, ready)
 
 
 def checked_request(request: PlanRequest, ready: ResolvedRun) -> ResolvedRequest:

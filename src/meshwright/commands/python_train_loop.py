@@ -15,8 +15,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import Dataset as TorchDataset
+from transformers import PreTrainedTokenizerBase
 
 from meshwright.api import Trainer
+from meshwright.integrations.lm_eval_tasks import TaskRunner, task_diagnostics
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.parallel.outer.rounds import RoundStrategy
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
@@ -47,6 +49,7 @@ def train(
     eval_data: Samples | None = None,
     callbacks: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> TrainResult:
     """Runs the remaining steps of the plan, evaluates and saves; returns how the run ended. Every rank calls
     it.
@@ -58,8 +61,10 @@ def train(
         eval_data: samples to evaluate on, likewise.
         callbacks: called on rank 0.
         should_stop: called before each step; True stops all ranks after it.
+        tokenizer: that of the model; needed where the plan evaluates tasks.
     """
     plan, world = trainer.plan, trainer.world
+    run_tasks = _task_runner(trainer, tokenizer)
     with trainer.oom_advisor:
         everything = _as_data(data, trainer)
         training, kept = split_held_out(everything, plan.job.evaluate)
@@ -84,7 +89,22 @@ def train(
                 callbacks,
                 eval_samples=evaluating,
                 eval_history=resumed.eval_history,
+                run_tasks=run_tasks,
             )
+
+
+def _task_runner(trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None) -> TaskRunner | None:
+    """Returns what evaluates the tasks of the plan; None if it names none. Raises PlanError for tasks that
+    cannot be evaluated.
+    """
+    job = trainer.plan.job
+    if not job.evaluate.tasks:
+        return None
+    if tokenizer is None:
+        text = "the plan evaluates tasks, which are texts, and no tokenizer was passed"
+        raise PlanError(text, fix="pass tokenizer=AutoTokenizer.from_pretrained(...)", location="tokenizer")
+    raise_diagnostics(task_diagnostics(job, trainer.module, tokenizer))
+    return TaskRunner(trainer, tokenizer, job.evaluate)
 
 
 def _as_data(samples: Samples, trainer: Trainer) -> Dataset:

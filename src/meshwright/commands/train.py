@@ -1,7 +1,7 @@
 """`train`: starts the local ranks, or trains as one of them."""
 
 import logging
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from meshwright.commands.plan import (
 )
 from meshwright.commands.predict import predict_plan
 from meshwright.device.local_device import device_diagnostics, local_platform, own_device_diagnostics
+from meshwright.integrations.lm_eval_tasks import TaskRunner, task_tokenizer
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -244,7 +245,9 @@ def train_rank(
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*run_callbacks, *mine)
                 given = engine.executor, plan, batches, world, should_stop, heard, progress
-                ended = train_loop(*given, evaluating, resumed.eval_history)
+                spec = plan.job.evaluate
+                run_tasks = TaskRunner(engine, task_tokenizer(plan.job), spec) if spec.tasks else None
+                ended = train_loop(*given, evaluating, resumed.eval_history, run_tasks)
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
@@ -284,8 +287,11 @@ def _event_printer(console: Console) -> Callback:
             f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity"
         )
         best = "  best so far" if moment.is_best else ""
-        text = f"step {moment.step}: evaluation loss {moment.evaluation['loss']:.4f}{numbers}{best}"
-        console.print(text, style="cyan", markup=False, soft_wrap=True)
+        lines = [f"evaluation {line}" for line in _task_lines(moment.evaluation)]
+        if "loss" in moment.evaluation:
+            lines.insert(0, f"evaluation loss {moment.evaluation['loss']:.4f}{numbers}{best}")
+        for line in lines:
+            console.print(f"step {moment.step}: {line}", style="cyan", markup=False, soft_wrap=True)
 
     def on_step_end(moment: CallbackEvent) -> None:
         if moment.step_record is not None and moment.step_record.skipped:
@@ -301,6 +307,16 @@ def _event_printer(console: Console) -> Callback:
             )
 
     return Callback(on_step_end=on_step_end, on_evaluate=on_evaluate)
+
+
+def _task_lines(evaluation: Mapping[str, float]) -> Iterator[str]:
+    """Yields a line for each task: its name and its metrics."""
+    tasks = dict[str, list[str]]()
+    for name, value in evaluation.items():
+        task, slash, metric = name.partition("/")
+        if slash:
+            tasks.setdefault(task, []).append(f"{metric} {value:.4f}")
+    yield from (f"{task}: {', '.join(metrics)}" for task, metrics in tasks.items())
 
 
 def _conclude(

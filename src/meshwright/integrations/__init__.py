@@ -6,6 +6,7 @@ model_on_ranks        the user's model under a plan: analysis, plan, and this ra
 global_batches        samples in the order of transformers' samplers, shared among data ranks
 prediction_loop       evaluation and prediction as transformers does it, each sample once
 lm_eval               MeshwrightLM: tasks of lm-evaluation-harness on the model in training
+lm_eval_tasks         tasks that a config names: refusals, and their metrics at each evaluation
 released_parameters   the memory of the user's model while ranks train it, and its values afterwards
 
 Each imports its library, which need not be installed for the rest of meshwright.

@@ -138,6 +138,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "evaluate",
             "patience = 0, samples = 4, and nothing to evaluate on",
         ),
+        ({"evaluate": EvalConfig(limit=3)}, "evaluate", "include_path = '', limit = 3, and no tasks"),
         ({"guard": LossGuard(factor=1.0)}, "guard.factor", "factor = 1.0; needed is a number above 1, or 0"),
         ({"guard": LossGuard(factor=nan)}, "guard.factor", "factor = nan; needed is a number above 1, or 0"),
         (

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from colorsys import rgb_to_hls
+from dataclasses import replace
 from itertools import pairwise
 from math import inf, nan
 
@@ -15,6 +16,7 @@ from meshwright.report.html.charts import (
     run_colour,
     smoothed,
     stacked_figure,
+    task_figure,
 )
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
@@ -80,6 +82,18 @@ def test_evaluations_have_a_colour_of_their_own():
     training, evaluation = curve_figures([record(5, evaluations=[3])])["loss"].data
     assert (evaluation.name, evaluation.x, evaluation.y) == ("evaluation", (3,), (1.5,))
     assert evaluation.line.color == EVALUATION_COLOUR != training.line.color
+
+
+def test_metrics_of_tasks_have_a_line_each_in_a_figure_of_their_own():
+    assert task_figure([record(5)]) is None
+    tasks = [{"step": step, "eval/small/acc": step / 10, "seconds": 1.0} for step in (2, 4)]
+    figure = task_figure([replace(record(5), tasks=tasks)])
+    assert figure is not None
+    (line,) = figure.data
+    assert (line.name, line.x, line.y) == ("small/acc", (2, 4), (0.2, 0.4))
+    several = task_figure([replace(record(5, name), tasks=tasks) for name in ("one", "two")])
+    assert several is not None
+    assert [each.name for each in several.data] == ["one: small/acc", "two: small/acc"]
 
 
 def test_several_runs_are_drawn_over_each_other_in_their_own_colours():

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class SmallRun:
     stop: Callable[[int, int], bool] = lambda rank, done: False
     change: Callable[[int, Any], None] = lambda rank, executor: None
     callbacks: tuple[Callback, ...] = ()
+    run_tasks: Callable[[int], Mapping[str, float]] | None = None  # of a rank
     noise_scale: bool = False
     strategies: tuple[Strategy, ...] | None = None  # those of the mesh
 
@@ -70,6 +72,7 @@ class SmallRun:
             resumed = resume(executor, plan, world, DATA.digest, step)
             evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
             local_batches = open_local_batches(training, plan, world.rank)
+            run_tasks = None if self.run_tasks is None else partial(self.run_tasks, world.rank)
             try:
                 return train_loop(
                     executor,
@@ -80,6 +83,7 @@ class SmallRun:
                     self.callbacks,
                     eval_samples=evaluating,
                     eval_history=resumed.eval_history,
+                    run_tasks=run_tasks,
                 )
             finally:
                 executor.close()

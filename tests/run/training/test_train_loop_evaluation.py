@@ -38,6 +38,31 @@ def test_evaluations_come_every_few_steps_and_at_the_end(tmp_path):
     assert rare.losses() == small_run.losses(), "evaluations change no number of the training"
 
 
+@pytest.mark.parametrize("hold_out", [0, 7])
+def test_tasks_are_evaluated_on_all_ranks_with_the_samples_or_alone(tmp_path, hold_out: int):
+    asked, heard = list[int](), list[dict[str, float]]()
+
+    def run_tasks(rank: int) -> dict[str, float]:
+        asked.append(rank)
+        return {"small/acc": len(asked) / 100} if rank == 0 else {}
+
+    small_run = SmallRun(
+        tmp_path,
+        steps=5,
+        evaluate=EvalConfig(hold_out=hold_out, every=3, tasks=("small",)),
+        run_tasks=run_tasks,
+        callbacks=(Callback(on_evaluate=lambda event: heard.append(dict(event.evaluation))),),
+    )
+    small_run.play()
+    assert sorted(asked) == [0, 0, 1, 1]
+    lines = small_run.lines("tasks")
+    assert list(lines) == [3, 5]
+    assert lines[3].keys() == {"kind", "step", "eval/small/acc", "seconds"}
+    assert [each["small/acc"] for each in heard] == [line["eval/small/acc"] for line in lines.values()]
+    assert list(small_run.lines("evaluation")) == ([3, 5] if hold_out else [])
+    assert all(("loss" in each) == bool(hold_out) for each in heard)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_another_number_of_ranks_evaluates_to_the_same(tmp_path, ranks):
     first, other = SmallRun(tmp_path / "two", steps=3), SmallRun(tmp_path / "others", ranks=ranks, steps=3)

@@ -179,7 +179,8 @@ class RoundStrategy(Strategy):
     def _check_job(self, job: Job) -> Iterator[Diagnostic]:
         apart = f"and the sites along {self.axis} know nothing of one another between rounds"
         yield from joint_decision_diagnostics(job, apart)
-        yield from self.check_evaluations(job) if job.evaluate.is_enabled else ()
+        if job.evaluate.is_enabled or job.evaluate.tasks:
+            yield from self.check_evaluations(job)
 
     def check_evaluations(self, job: Job) -> Iterator[Diagnostic]:
         """Yields a problem if an evaluation would come in the middle of a round."""

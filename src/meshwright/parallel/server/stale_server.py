@@ -136,7 +136,8 @@ class StaleServer(Strategy):
 
     def _check_job(self, job: Job) -> Iterator[Diagnostic]:
         yield from joint_decision_diagnostics(job, "and workers know nothing of one another's steps")
-        if job.evaluate.is_enabled and 0 < job.evaluate.every < job.train.steps:
+        is_evaluated = job.evaluate.is_enabled or job.evaluate.tasks
+        if is_evaluated and 0 < job.evaluate.every < job.train.steps:
             text = f"an evaluation every {job.evaluate.every} steps, when workers have other parameters"
             yield Diagnostic(text, "set evaluate.every = 0: at the end alone", "evaluate.every")
 

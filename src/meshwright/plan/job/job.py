@@ -126,13 +126,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluates the loss on samples that are not trained on, every `every` steps (0: only at the end) and
-    after the last one.
+    """Evaluates the loss on samples that are not trained on, and `tasks`, every `every` steps (0: only at the
+    end) and after the last one.
 
     The samples are those of `source` or of another `split` of a dataset, read as [data] says, or the last
     `hold_out` ones of the training data, which are then never trained on; at most `samples` of them (0: all).
     The run ends early after `patience` evaluations (0: never) whose loss is not below the best one by more
     than `min_delta`.
+
+    `tasks` are those of lm-evaluation-harness by name, also those that YAML files in the folder
+    `include_path` define; of each at most `limit` documents (0: all).
     """
 
     source: str = ""
@@ -142,10 +145,13 @@ class EvalConfig:
     samples: int = field(default=0, metadata=at_least(0))
     patience: int = field(default=0, metadata=at_least(0))
     min_delta: float = field(default=0.0, metadata=at_least(0))
+    tasks: tuple[str, ...] = ()
+    include_path: str = ""
+    limit: int = field(default=0, metadata=at_least(0))
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """Whether there are samples to evaluate on."""
         return bool(self.source or self.split or self.hold_out)
 
 
@@ -366,6 +372,9 @@ def _evaluate(job: Job) -> Iterator[Diagnostic]:
         text = f"patience = {spec.patience}, samples = {spec.samples}, and nothing to evaluate on"
         fix = "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples"
         yield Diagnostic(text, fix, "evaluate")
+    if not spec.tasks and (spec.include_path or spec.limit):
+        text = f"include_path = '{spec.include_path}', limit = {spec.limit}, and no tasks"
+        yield Diagnostic(text, 'name tasks, evaluate.tasks = ["hellaswag"], or remove both', "evaluate")
 
 
 CROSS_FIELD_CHECKS: tuple[Callable[[Job], Iterator[Diagnostic]], ...] = (

@@ -165,6 +165,28 @@ def _add_evaluations(figure: go.Figure, records: Sequence[RunRecord]) -> None:
             )
 
 
+def task_figure(records: Sequence[RunRecord]) -> go.Figure | None:
+    """Returns the metrics of tasks over the step, a line for each; None if no run has evaluated any."""
+    figure = go.Figure()
+    for index, record in enumerate(records):
+        for key in dict.fromkeys(key for line in record.tasks for key in line if key.startswith("eval/")):
+            found = [line for line in record.tasks if isinstance(line.get(key), int | float)]
+            name = escape(key.removeprefix("eval/"))
+            style: dict[str, Any] = {} if len(records) == 1 else {"line_color": run_colour(index)}
+            figure.add_scatter(
+                **_points(found, key),
+                **style,
+                **_legend_group(records, record),
+                mode="lines+markers",
+                name=name if len(records) == 1 else f"{escape(record.name)}: {name}",
+            )
+    if not figure.data:
+        return None
+    figure.update_layout(**FIGURE_LAYOUT, height=300, showlegend=True)
+    figure.update_xaxes(title_text="step")
+    return figure
+
+
 def _legend_group(records: Sequence[RunRecord], record: RunRecord) -> dict[str, str]:
     """The lines of a run are a column of the legend; those of the only run are beside each other."""
     return {"legendgroup": record.name} if len(records) > 1 else {}

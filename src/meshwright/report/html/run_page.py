@@ -24,6 +24,7 @@ from meshwright.report.html.charts import (
     curve_figures,
     run_colour,
     stacked_figure,
+    task_figure,
     timeline_figure,
 )
 from meshwright.report.html.expert_load_section import expert_load_section
@@ -160,6 +161,8 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[str]:
     }
     yield panels.pop("loss")
     yield f'<div class="panels">{"".join(f"<div>{panel}</div>" for panel in panels.values())}</div>'
+    tasks = task_figure(records)
+    yield "" if tasks is None else f"<h3>tasks</h3>{figure_html(tasks, 'curve-tasks')}"
     most = max(len(record.steps) for record in records)
     yield note(f"Of {most:,} steps, evenly chosen ones are drawn." if most > MAX_POINTS else "")
 

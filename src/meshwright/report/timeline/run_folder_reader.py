@@ -28,8 +28,8 @@ JSONObject = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder shows it. `steps`, `evaluations` and `expert_loads` are lines of metrics in order
-    of their step.
+    """A run as its folder shows it. `steps`, `evaluations`, `expert_loads` and `tasks` are lines of metrics
+    in order of their step.
     """
 
     name: str
@@ -42,6 +42,7 @@ class RunRecord:
     traces: Mapping[int, JSONObject] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     expert_loads: Sequence[JSONObject] = ()
+    tasks: Sequence[JSONObject] = ()
 
     @property
     def world(self) -> int:
@@ -57,6 +58,7 @@ def read_run_record(folder: Path) -> RunRecord:
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
     loads = {line["step"]: line for line in lines if line.get("kind") == "expert_load"}
+    tasks = {line["step"]: line for line in lines if line.get("kind") == "tasks"}
     about = _read_object(folder / "run_info.json", RUN_INFO, notes)
     program = _program(about, notes)
     world = about.get("world")
@@ -75,6 +77,7 @@ def read_run_record(folder: Path) -> RunRecord:
         {rank: trace for rank, trace in traces.items() if isinstance(trace.get("traceEvents"), list)},
         tuple(notes),
         [loads[step] for step in sorted(loads)],
+        [tasks[step] for step in sorted(tasks)],
     )
 
 

@@ -30,6 +30,10 @@ def with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[st
     evaluate = job.evaluate
     if evaluate.source not in ("", "example"):
         evaluate = replace(evaluate, source=resolve("evaluate", evaluate.source))
+    if evaluate.include_path:
+        typed = ("evaluate", "include_path") in overridden
+        tasks = resolve_source(evaluate.include_path, search_folders(folder, is_override=typed))
+        evaluate = replace(evaluate, include_path=tasks)
     return replace(job, model=model, data=data, evaluate=evaluate)
 
 

@@ -62,8 +62,9 @@ class StepRecord:
 class CallbackEvent:
     """The argument of a callback: the step, and its record, evaluation result or checkpoint folder.
 
-    `evaluation` holds loss and tokens, and perplexity if the loss is per token; `is_best` says that it is
-    the best so far. `spike` is the reason why the loss guard skipped the step, or "".
+    `evaluation` holds loss and tokens, and perplexity if the loss is per token, and the metrics of tasks
+    (`hellaswag/acc`); `is_best` says that its loss is the best so far. `spike` is the reason why the loss
+    guard skipped the step, or "".
     """
 
     step: int

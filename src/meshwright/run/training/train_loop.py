@@ -41,11 +41,12 @@ from meshwright.run.telemetry.callbacks import (
     call_callbacks,
 )
 from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines, without_expert_load
-from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
+from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, TASKS, MetricsLog, ReplayCheck
 from meshwright.run.telemetry.rank_profile import RankUsage
 
 logger = logging.getLogger(__name__)
 
+RunTasks = Callable[[], Mapping[str, float]]  # called on all ranks; rank 0 gets the metrics of tasks by name
 PHASE_NAMES: dict[RunPhase, str] = {
     **{"init": "ending", "first_step": "training", "step": "training"},
     **{"evaluate": "evaluating", "save": "saving"},
@@ -81,8 +82,10 @@ def train_loop(
     progress: RankProgress | None = None,
     eval_samples: EvalSamples | None = None,
     eval_history: EvalHistory | None = None,
+    run_tasks: RunTasks | None = None,
 ) -> TrainResult:
-    """Runs the remaining steps; calls `should_stop()` before each, and `callbacks` on rank 0.
+    """Runs the remaining steps; calls `should_stop()` before each, `run_tasks()` at each evaluation, and
+    `callbacks` on rank 0.
 
     `progress` is updated, so that a failure can name the step. A last checkpoint is saved at the end. Raises
     Spiked, without a checkpoint, after a harmful step with guard.action = "stop".
@@ -102,6 +105,7 @@ def train_loop(
         rank_usage,
         eval_samples,
         eval_history or EvalHistory(),
+        run_tasks,
     )
     process = psutil.Process()
     try:
@@ -193,9 +197,11 @@ class _TrainLoop:
         rank_usage: RankUsage,
         eval_samples: EvalSamples | None,
         eval_history: EvalHistory,
+        run_tasks: RunTasks | None,
     ) -> None:
         self.executor, self.plan, self.batches, self.world = executor, plan, batches, world
         self.progress, self.rank_usage, self.eval_samples = progress, rank_usage, eval_samples
+        self.run_tasks = run_tasks
         self.eval_history = eval_history if eval_samples is None else eval_history.for_samples(eval_samples)
         self.stop_reason = "" if eval_samples is None else self.eval_history.stop_reason(plan.job.evaluate)
         self.stop_request: StopRequest = None
@@ -298,27 +304,44 @@ class _TrainLoop:
         """Evaluates if it is due; returns whether the result is the best so far."""
         spec, step = self.plan.job.evaluate, self.executor.steps_done
         due = last or (spec.every and step % spec.every == 0)
-        if self.eval_samples is None or self.stopped or not due:
+        if (self.eval_samples is None and self.run_tasks is None) or self.stopped or not due:
             return False
         if self.executor.is_in_round:  # a stream that has ended: each site has another model
             logger.warning("the data ended in the middle of a round: the sites are not evaluated")
             return False
         self.record_last_step()
         self.enter_phase("evaluate", step)
+        values: dict[str, Any] = {}
+        if self.eval_samples is not None:
+            values |= self._evaluate_loss(self.eval_samples)
+        improved = self.eval_samples is not None and self.eval_history.best_step == step
+        if self.run_tasks is not None:
+            values |= self._evaluate_tasks(self.run_tasks)
+        self.call_back(
+            lambda callback: callback.on_evaluate,
+            CallbackEvent(step, self.record, values, is_best=improved),
+        )
+        return improved
+
+    def _evaluate_loss(self, samples: EvalSamples) -> dict[str, Any]:
+        spec, step = self.plan.job.evaluate, self.executor.steps_done
         with self.rank_usage.timed_phase("evaluate"):
-            result = self.executor.evaluate(self.eval_samples.batches())
+            result = self.executor.evaluate(samples.batches())
         self.executor.lr_schedule.report_metric(result.loss)
         self.eval_history = self.eval_history.with_evaluation(result.loss, step, spec.min_delta)
         self.stop_reason = self.eval_history.stop_reason(spec)
         values = result.as_dict()
         seconds = self.rank_usage.pop_phase_seconds("evaluate")
         self._write({"kind": EVALUATION, "step": step, **values, "seconds": seconds})
-        improved = self.eval_history.best_step == step
-        self.call_back(
-            lambda callback: callback.on_evaluate,
-            CallbackEvent(step, self.record, values, is_best=improved),
-        )
-        return improved
+        return values
+
+    def _evaluate_tasks(self, run_tasks: RunTasks) -> Mapping[str, float]:
+        with self.rank_usage.timed_phase("evaluate"):
+            metrics = run_tasks()
+        seconds = self.rank_usage.pop_phase_seconds("evaluate")
+        named = {f"eval/{name}": value for name, value in metrics.items()}
+        self._write({"kind": TASKS, "step": self.executor.steps_done, **named, "seconds": seconds})
+        return metrics
 
     def save(self, *, best: bool) -> None:
         """Saves a checkpoint of this step; with `best`, it is kept until a better one exists."""
