@@ -39,7 +39,8 @@ LOGLIKELIHOOD_TOLERANCE, DIGITS = 1e-10, 12
 CLAIM = (
     "tasks of lm-evaluation-harness give on the ranks of a plan the numbers of the harness' own class for "
     "models of transformers on one device: log-likelihoods to 1e-10 in float64, the same generated texts, "
-    "and every metric to 12 digits, for Llama, GPT-2 and Mixtral under copies, ZeRO-3, tp, pp and cp of 2 ranks"
+    "and every metric to 12 digits, for Llama, GPT-2 and Mixtral under copies, ZeRO-3, tp, pp and cp of two "
+    "ranks"
 )
 Row = dict[str, Any]
 
@@ -58,7 +59,8 @@ def ask(model: Any) -> Found:
     """Returns what `model`, of the harness, says."""
     cases, harness = import_module("tests.integrations.lm_eval_cases"), import_module("lm_eval")
     ran = harness.simple_evaluate(model=model, tasks=cases.local_tasks(), bootstrap_iters=0)
-    return Found(*cases.responses(model), ran["results"])
+    likelihoods, rolling, texts = cases.responses(model)
+    return Found(likelihoods, rolling, texts, ran["results"])
 
 
 def on_ranks(family: str, mesh: mw.Mesh) -> list[Found]:

@@ -11,6 +11,7 @@ import pytest
 from meshwright.commands import verify
 from meshwright.run.launch import host_memory_check
 from meshwright.run.measure.profile_files import write_profile
+from meshwright.run.telemetry.metrics_log import read_metrics
 from tests.command_line import become_the_only_rank, forget_ranks, invoke, lay_out, metrics, refuse_to_start
 from tests.commands.test_predict import profile
 
@@ -150,3 +151,36 @@ def test_a_rank_of_another_launcher_looks_at_its_own_host(config, capsys):
     code, _, err = invoke(capsys, *alone(config))
     assert code == 2
     assert "rank 0 of this host needs" in err
+
+
+def test_a_checkpoint_is_evaluated_and_nothing_else_of_the_run_changes(config, capsys):
+    invoke(capsys, *alone(config, "--run.save_every", 2))
+    run = config.parent / "run"
+
+    def files() -> dict[Path, bytes]:
+        kept = (path for path in run.rglob("*") if path.is_file() and path.suffix not in (".log", ".jsonl"))
+        return {path: path.read_bytes() for path in kept if "attempts" not in path.parts}
+
+    before = files()
+    # under this plan other samples are trained on: a run that went back to step 2 would retire step 4
+    evaluate = ["evaluate", config, "--mesh.dp_replicate", 1, "--evaluate.hold_out", 4]
+    for words, step in ((["--from-step", 2], 2), ([], 4)):
+        code, out, _ = invoke(capsys, *evaluate, *words)
+        assert code == 0
+        assert f"step {step}: evaluation loss" in out
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("kind") == "evaluation"]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert files() == before
+
+
+def test_what_cannot_be_evaluated_is_refused(config, capsys):
+    words = ["evaluate", config, "--mesh.dp_replicate", 1]
+    code, _, err = invoke(capsys, *words)
+    assert code == 2
+    assert "evaluate: nothing to evaluate" in err
+    code, _, err = invoke(capsys, *words, "--evaluate.hold_out", 4)
+    assert code == 2
+    assert "evaluate: there is no checkpoint in" in err
+    code, _, err = invoke(capsys, *words, "--evaluate.tasks", '["hellaswag"]')
+    assert code == 2
+    assert "evaluate.tasks: tasks are texts, and the job has no tokenizer of transformers" in err

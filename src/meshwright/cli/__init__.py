@@ -6,6 +6,7 @@
     meshwright search  MODEL --devices 64 --hardware h100 --batch 1024 [--set tp=8]
     meshwright verify  PLAN.toml
     meshwright train   PLAN.toml
+    meshwright evaluate PLAN.toml       (a checkpoint of its run)
     meshwright report  RUN [RUN2 ...]
     meshwright launch  PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
@@ -26,7 +27,7 @@ command, or a rank that it started to verify or to measure, crashed; 130 after C
     error_output               errors and failures as a user sees them
     launch_and_doctor          launch, doctor
     lazy_import                imports a command when it is called
-    plan_inspect_verify_train  plan, inspect, verify, train
+    plan_inspect_verify_train  plan, inspect, verify, train, evaluate
     search                     search
 """
 

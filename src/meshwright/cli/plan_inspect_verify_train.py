@@ -1,4 +1,4 @@
-"""The commands that work on a config or plan file: plan, inspect, verify, train."""
+"""The commands that work on a config or plan file: plan, inspect, verify, train, evaluate."""
 
 import os
 import signal
@@ -219,7 +219,29 @@ def train(
         raise typer.Exit(result.exit_code)
 
 
+def evaluate(
+    context: typer.Context,
+    config: ConfigArgument,
+    from_step: Annotated[
+        int | None, typer.Option(help="Evaluate the checkpoint of this step, not the newest.")
+    ] = None,
+    world: WorldOption = None,
+) -> None:
+    """Evaluate a checkpoint of a run: the loss on held-out samples, and tasks. Nothing is trained."""
+    with exit_on_error(context):
+        rank_env, command = current_rank(), import_command("train")
+        if rank_env is not None:
+            received: list[int] = []
+            given = rank_env, config, context.args, from_step, partial(stop_flag, received), console
+            command.train_rank(*given, os.environ, only_evaluate=True)
+            raise typer.Exit(128 + received[0] if received else 0)
+        launcher = local_launcher(may_fork=bool(context.obj))
+        result = command.train(config, context.args, world, from_step, launcher, console, only_evaluate=True)
+        show_failure(result)
+        raise typer.Exit(result.exit_code)
+
+
 def register_plan_verify_train(app: typer.Typer) -> None:
     """Adds the commands of this file to `app`."""
-    for command in (plan, inspect, verify, train):
+    for command in (plan, inspect, verify, train, evaluate):
         app.command(context_settings=EXTRA_ARGS)(command)

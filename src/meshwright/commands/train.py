@@ -1,4 +1,4 @@
-"""`train`: starts the local ranks, or trains as one of them."""
+"""`train` and `evaluate`: start the local ranks, or train or evaluate as one of them."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -30,7 +30,7 @@ from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_rol
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
-from meshwright.run.checkpoint.directories import step_folder
+from meshwright.run.checkpoint.directories import list_step_folders, step_folder
 from meshwright.run.checkpoint.resume import (
     CHECKPOINTS_FOLDER,
     checkpoint_steps_fix,
@@ -122,6 +122,7 @@ def _show(show: ShowStep, event: CallbackEvent) -> None:
 
 logger = logging.getLogger(__name__)
 
+EVALUATED_PLAN_FILE = "evaluate.toml"  # in the run's folder: the plan of an evaluation, for its ranks
 StopFlagContext = Callable[[], AbstractContextManager[Callable[[], bool]]]
 
 
@@ -132,14 +133,20 @@ def train(
     from_step: int | None,
     launcher: LocalLauncher,
     console: Console,
+    *,
+    only_evaluate: bool = False,
 ) -> LaunchResult:
-    """Checks everything in this process, then starts the local ranks and waits for them."""
+    """Checks everything in this process, then starts the local ranks and waits for them. With `only_evaluate`
+    they evaluate a checkpoint of the run.
+    """
     resolved = resolve_config(config, overrides, world)
     plan = resolved[1].plan
     folder = Path(plan.run.folder)
     if from_step is not None and not step_folder(folder / CHECKPOINTS_FOLDER, from_step).is_dir():
         fix = checkpoint_steps_fix(folder / CHECKPOINTS_FOLDER)
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
+    if only_evaluate:
+        _check_evaluates(plan)
     dtypes = plan.job.precision.roles.values()
     raise_diagnostics(
         [
@@ -151,22 +158,37 @@ def train(
     resolved[1].check_last_round()
     prediction = predict_step(resolved)
     with claim_run_folder(folder) as attempt:
-        plan.check_start(newest_usable_step(plan) if from_step is None else from_step)
-        path = folder / PLAN_FILE
+        start = newest_usable_step(plan) if from_step is None else from_step
+        if not only_evaluate:
+            plan.check_start(start)
+        path = folder / (EVALUATED_PLAN_FILE if only_evaluate else PLAN_FILE)
         write_request(resolved[0], path)
         _announce(resolved[1], console)
-        if prediction is not None:
+        if prediction is not None and not only_evaluate:
             console.print(
                 f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}",
                 markup=False,
                 soft_wrap=True,
             )
-        argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
+        word = "evaluate" if only_evaluate else "train"
+        argv = [word, str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
         before = log_sizes(folder)
         result = launcher(argv, plan.mesh.world_size, attempt)
     for text in unshown_warnings(folder, before):
         console.print(text, style="yellow", markup=False, soft_wrap=True)
     return result
+
+
+def _check_evaluates(plan: Plan) -> None:
+    """Raises PlanError if there is nothing to evaluate, or no checkpoint that could be."""
+    spec, folder = plan.job.evaluate, Path(plan.run.folder)
+    if not (spec.is_enabled or spec.tasks):
+        fix = 'name samples, evaluate.source or evaluate.hold_out, or tasks: evaluate.tasks = ["hellaswag"]'
+        raise PlanError("nothing to evaluate", fix=fix, location="evaluate")
+    if not list_step_folders(folder / CHECKPOINTS_FOLDER):
+        text = f"there is no checkpoint in {folder}"
+        fix = "name the config or the plan.toml of a run that has saved one"
+        raise PlanError(text, fix=fix, location="evaluate")
 
 
 def _announce(ready: ResolvedRun, console: Console) -> None:
@@ -192,9 +214,11 @@ def train_rank(
     stop_flag: StopFlagContext,
     console: Console,
     variables: MutableMapping[str, str],
+    *,
+    only_evaluate: bool = False,
 ) -> TrainResult:
-    """Trains as one rank; rank 0 prints. `stop_flag` is entered for the steps: it yields a function that
-    says whether to stop. `variables` is the environment of this process.
+    """Trains as one rank, or evaluates a checkpoint; rank 0 prints. `stop_flag` is entered for the steps: it
+    yields a function that says whether to stop. `variables` is the environment of this process.
     """
     with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
@@ -202,6 +226,8 @@ def train_rank(
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
         run = plan.run
+        if only_evaluate:
+            _check_evaluates(plan)
         if rank_env.launcher_env is not None:  # else the launching process has checked it
             ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
             ready.check_last_round()
@@ -221,14 +247,15 @@ def train_rank(
             if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
                 claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
                 progress.attempt_folder = claim.folder
-                if show:
+                if show and not only_evaluate:
                     write_request(resolved[0], Path(run.folder) / PLAN_FILE)
             engine = stack.enter_context(parallelize(ready.analyzed, plan, loss=ready.loss, world=world))
             stack.enter_context(engine.oom_advisor)
             workers = run.num_workers(world.device.type)
             batches = stack.enter_context(prefetch(ready.local_batches(plan, rank_env.rank), workers))
             progress.phase = "resuming"
-            resumed = resume(engine.executor, plan, world, ready.dataset.digest, from_step)
+            digest = ready.dataset.digest
+            resumed = resume(engine.executor, plan, world, digest, from_step, only_read=only_evaluate)
             if show:
                 if rank_env.launcher_env is not None:
                     _announce(ready, console)
@@ -237,7 +264,7 @@ def train_rank(
             started = perf_counter()
             callbacks_context = (
                 rank0_callbacks(resolved, batches.num_steps, resumed.step, world.device, console)
-                if show
+                if show and not only_evaluate
                 else nullcontext(())
             )
             with stop_flag() as should_stop, callbacks_context as run_callbacks:
@@ -247,7 +274,11 @@ def train_rank(
                 given = engine.executor, plan, batches, world, should_stop, heard, progress
                 spec = plan.job.evaluate
                 run_tasks = TaskRunner(engine, task_tokenizer(plan.job), spec) if spec.tasks else None
-                ended = train_loop(*given, evaluating, resumed.eval_history, run_tasks)
+                ended = train_loop(
+                    *(*given, evaluating, resumed.eval_history, run_tasks), only_evaluate=only_evaluate
+                )
+            if only_evaluate:
+                return ended
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)

@@ -111,7 +111,9 @@ def task_diagnostics(
         found.append(Diagnostic(text, fix, "evaluate.include_path"))
     manager = collect_diagnostics(found, _task_manager, job.evaluate)
     yield from found
-    for name in job.evaluate.tasks if manager is not None else ():
+    if manager is None:
+        return
+    for name in job.evaluate.tasks:
         if name not in manager.task_index:
             yield Diagnostic(f"no task is called '{name}'", _similar_task(name, manager), WHERE)
 

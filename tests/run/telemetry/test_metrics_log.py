@@ -53,6 +53,23 @@ def test_the_first_step_that_differs_is_named_and_the_new_lines_count(tmp_path, 
     assert "all are" in written(tmp_path, line(3, **{key: other}), line(4, **{key: other}))
 
 
+def test_metrics_of_other_tasks_are_appended_and_only_those_of_the_same_are_compared(tmp_path):
+    def differs(*lines: dict) -> bool:
+        journal = MetricsLog(tmp_path)
+        for each in lines:
+            journal.write(each)
+        journal.close()
+        return journal.replay.first_difference is not None
+
+    first, other = ({"kind": "tasks", "step": 2, f"eval/{name}/acc": 0.5} for name in ("one", "two"))
+    assert not differs(first)
+    assert not differs(other)
+    assert not differs({**first, "seconds": 3.0}, other)
+    assert steps(tmp_path) == [2, 2]
+    assert differs({**first, "eval/one/acc": 0.75})
+    assert steps(tmp_path) == [2, 2, 2]
+
+
 def test_a_step_that_was_nan_and_is_nan_is_the_same(tmp_path):
     written(tmp_path, line(1, math.nan))
     assert "bit-identical" in written(tmp_path, line(1, math.nan))

@@ -58,7 +58,9 @@ def read_run_record(folder: Path) -> RunRecord:
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
     loads = {line["step"]: line for line in lines if line.get("kind") == "expert_load"}
-    tasks = {line["step"]: line for line in lines if line.get("kind") == "tasks"}
+    tasks: dict[int, JSONObject] = {}
+    for line in (each for each in lines if each.get("kind") == "tasks"):
+        tasks[line["step"]] = {**tasks.get(line["step"], {}), **line}  # each may be of other tasks
     about = _read_object(folder / "run_info.json", RUN_INFO, notes)
     program = _program(about, notes)
     world = about.get("world")

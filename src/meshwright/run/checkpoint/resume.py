@@ -86,13 +86,19 @@ class ResumeResult:
 
 
 def resume(
-    executor: StepExecutor, plan: Plan, world: World, data_digest: str, step: int | None = None
+    executor: StepExecutor,
+    plan: Plan,
+    world: World,
+    data_digest: str,
+    step: int | None = None,
+    *,
+    only_read: bool = False,
 ) -> ResumeResult:
     """Loads the newest valid checkpoint of the run's folder (or that of `step`) on every rank.
 
     Damaged checkpoints and those of another model are skipped. If the run goes back to `step` under a plan
     or with data that changed since, later checkpoints are retired: they belong to an
-    abandoned branch of the run.
+    abandoned branch of the run. With `only_read`, no file is changed.
 
     Raises PlanError on every rank when `step` is given and missing, when there are checkpoints and none can
     be used: starting from step 0 would replace them in time, and when the plan cannot begin there.
@@ -119,7 +125,7 @@ def resume(
     executor.load_state_dict(  # it may refuse: then nothing has been renamed
         open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
     )
-    if world.rank == 0:
+    if world.rank == 0 and not only_read:
         if changes and step is not None:
             retired = retire_later_checkpoints(folder, step)
             notes += (

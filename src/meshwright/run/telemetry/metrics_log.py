@@ -29,10 +29,11 @@ from meshwright.plan.job.file_format import METRICS
 METRICS_FILE = "metrics.jsonl"
 HEADER, STEP, EVALUATION, TASKS = "header", "", "evaluation", "tasks"
 SPIKE, EXPERT_LOAD = "spike", "expert_load"
+METRIC_OF_TASK = "eval/"  # begins its name
 EXACT_KEYS = {
     STEP: ("loss", "grad_norm", "tokens"),
     EVALUATION: ("loss", "tokens"),
-    TASKS: (),  # which they are may change
+    TASKS: (),  # and their metrics, which need not be the same ones
     SPIKE: ("loss", "grad_norm"),
     EXPERT_LOAD: (),  # a resumed run may begin within the steps of a line
 }
@@ -54,8 +55,7 @@ class ReplayCheck:
                 return f"step {self.first_step} was repeated and is bit-identical"
             return f"{self.num_steps} steps were repeated from step {self.first_step}: all are bit-identical"
         old, new = self.first_difference
-        keys = [key for key in _exact(old) if repr(old[key]) != repr(new[key])]
-        pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in keys)
+        pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in _differing_keys(old, new))
         what = f"the {old['kind']} at step" if old.get("kind") else "step"
         return f"{what} {old['step']} was repeated and differs: {pairs}"
 
@@ -86,9 +86,11 @@ class MetricsLog:
             if not line.get("kind"):
                 self.replay.num_steps += 1
                 self.replay.first_step = self.replay.first_step or line["step"]
-            if all(repr(old[key]) == repr(line[key]) for key in _exact(line)):  # repr: a NaN equals a NaN
+            differing, missing = _differing_keys(old, line), _exact(line) - old.keys()
+            if not differing and not missing:
                 return
-            self.replay.first_difference = self.replay.first_difference or (old, line)
+            if differing:
+                self.replay.first_difference = self.replay.first_difference or (old, line)
         self._append(line)
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -109,7 +111,10 @@ class MetricsLog:
         end = raw.rfind(b"\n") + 1
         if end < len(raw):  # the kill came in the middle of a line
             os.truncate(self.path, end)
-        return {_key(line): line for line in read_metrics(self.path)}
+        known = dict[tuple[str, int], dict[str, Any]]()
+        for line in read_metrics(self.path):
+            known[_key(line)] = {**known.get(_key(line), {}), **line}  # two may be of other tasks
+        return known
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -127,8 +132,14 @@ def _key(line: dict[str, Any]) -> tuple[str, int]:
     return line.get("kind", STEP), line["step"]
 
 
-def _exact(line: dict[str, Any]) -> tuple[str, ...]:
-    return EXACT_KEYS[line.get("kind", STEP)]
+def _exact(line: dict[str, Any]) -> set[str]:
+    return {*EXACT_KEYS[line.get("kind", STEP)], *(key for key in line if key.startswith(METRIC_OF_TASK))}
+
+
+def _differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Returns the keys that are in both lines, in order, and must be equal and are not."""
+    shared = [key for key in new if key in _exact(new) and key in old]
+    return [key for key in shared if repr(old[key]) != repr(new[key])]  # repr: a NaN equals a NaN
 
 
 def _object(text: bytes) -> object:

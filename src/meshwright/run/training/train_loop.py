@@ -41,7 +41,14 @@ from meshwright.run.telemetry.callbacks import (
     call_callbacks,
 )
 from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines, without_expert_load
-from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, TASKS, MetricsLog, ReplayCheck
+from meshwright.run.telemetry.metrics_log import (
+    EVALUATION,
+    METRIC_OF_TASK,
+    SPIKE,
+    TASKS,
+    MetricsLog,
+    ReplayCheck,
+)
 from meshwright.run.telemetry.rank_profile import RankUsage
 
 logger = logging.getLogger(__name__)
@@ -83,9 +90,11 @@ def train_loop(
     eval_samples: EvalSamples | None = None,
     eval_history: EvalHistory | None = None,
     run_tasks: RunTasks | None = None,
+    *,
+    only_evaluate: bool = False,
 ) -> TrainResult:
     """Runs the remaining steps; calls `should_stop()` before each, `run_tasks()` at each evaluation, and
-    `callbacks` on rank 0.
+    `callbacks` on rank 0. With `only_evaluate` it evaluates, and neither steps nor saves.
 
     `progress` is updated, so that a failure can name the step. A last checkpoint is saved at the end. Raises
     Spiked, without a checkpoint, after a harmful step with guard.action = "stop".
@@ -109,6 +118,9 @@ def train_loop(
     )
     process = psutil.Process()
     try:
+        if only_evaluate:
+            loop.evaluate(last=True)
+            return loop.result()
         loop.call_back(lambda callback: callback.on_train_begin, CallbackEvent(first))
         while executor.steps_done < steps and not loop.is_over and not batches.has_ended(executor.steps_done):
             loop.enter_phase(
@@ -339,7 +351,7 @@ class _TrainLoop:
         with self.rank_usage.timed_phase("evaluate"):
             metrics = run_tasks()
         seconds = self.rank_usage.pop_phase_seconds("evaluate")
-        named = {f"eval/{name}": value for name, value in metrics.items()}
+        named = {f"{METRIC_OF_TASK}{name}": value for name, value in metrics.items()}
         self._write({"kind": TASKS, "step": self.executor.steps_done, **named, "seconds": seconds})
         return metrics
 
