@@ -23,12 +23,10 @@ from meshwright.model.tensors.float64_mode import run_in_float64
 ENDS = {"bos_token_id": 257, "eos_token_id": 258}
 SIZES = {"vocab_size": 259, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, **ENDS}
 SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 48}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 259, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 48, **ENDS}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **EXPERTS)),
 }
 TEXTS = [
     "A cat sat on the mat.",

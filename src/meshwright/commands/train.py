@@ -226,14 +226,7 @@ def train_rank(
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
         run = plan.run
-        if only_evaluate:
-            _check_evaluates(plan)
-        if rank_env.launcher_env is not None:  # else the launching process has checked it
-            ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
-            ready.check_last_round()
-        for name in local_platform().blocking_variables:
-            given = variables.get(name, "")
-            raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))
+        _check_rank(ready, rank_env, variables, only_evaluate=only_evaluate)
         kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
         joining = join_world(
             rank_env,
@@ -272,11 +265,8 @@ def train_rank(
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*run_callbacks, *mine)
                 given = engine.executor, plan, batches, world, should_stop, heard, progress
-                spec = plan.job.evaluate
-                run_tasks = TaskRunner(engine, task_tokenizer(plan.job), spec) if spec.tasks else None
-                ended = train_loop(
-                    *(*given, evaluating, resumed.eval_history, run_tasks), only_evaluate=only_evaluate
-                )
+                given += evaluating, resumed.eval_history, _task_runner(engine)
+                ended = train_loop(*given, only_evaluate=only_evaluate)
             if only_evaluate:
                 return ended
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
@@ -286,6 +276,26 @@ def train_rank(
             if show:
                 _print_paths(ready, text, ended, console)
     return ended
+
+
+def _check_rank(
+    ready: ResolvedRun, rank_env: RankEnv, variables: Mapping[str, str], *, only_evaluate: bool
+) -> None:
+    """Raises PlanError for what the launching process, if it is another's, has not refused."""
+    plan = ready.plan
+    if only_evaluate:
+        _check_evaluates(plan)
+    if rank_env.launcher_env is not None:
+        ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
+        ready.check_last_round()
+    for name in local_platform().blocking_variables:
+        given = variables.get(name, "")
+        raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))
+
+
+def _task_runner(trainer: Trainer) -> TaskRunner | None:
+    job = trainer.plan.job
+    return TaskRunner(trainer, task_tokenizer(job), job.evaluate) if job.evaluate.tasks else None
 
 
 @contextmanager
