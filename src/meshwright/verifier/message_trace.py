@@ -36,7 +36,6 @@ from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
-from meshwright.plan.compiled_graphs import CompiledGraphs
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan, RankPlan
@@ -59,17 +58,13 @@ class NeedsRealTensorsError(PlanError):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank: the messages and the counts of each step, and the bytes sent in the last one.
-
-    `compiled_graphs` are those of its blocks, where a strategy compiles them and the trace lets it.
-    """
+    """The trace of one rank: the messages and the counts of each step, and the bytes sent in the last one."""
 
     rank: int
     steps: tuple[list[Message], ...]
     sent_nbytes: float
     counts: tuple[dict[str, int], ...]
     numbers: tuple[int, ...]  # of the steps, from 0
-    compiled_graphs: CompiledGraphs | None = None
 
 
 @dataclass(frozen=True)
@@ -172,19 +167,42 @@ def trace_rank(
     num_steps: int = DEFAULT_NUM_STEPS,
     *,
     fake: bool = True,
-    samples: Sequence[Batch] = (),
-    compiles: bool = False,
 ) -> RankTrace:
-    """Returns what `rank` issues in `num_steps` steps, each on one of `samples`, repeated (further steps: on
-    the last); without them, on the example.
+    """Returns what `rank` issues in `num_steps` steps. Raises NeedsRealTensorsError when `fake` tensors do
+    not suffice.
+    """
+    issued, counts = list[list[Message]](), list[dict[str, int]]()
+    with lone_executor(plan, rank, loss, make_trained_module, fake=fake) as executor:
+        ledger, numbers = executor.state.world.ledger, traced_steps(plan, num_steps)
+        ledger.is_recording = True
+        batch = rank_batch(executor.state.trained_module.dummy_batch, plan, rank)
+        for executor.steps_done in numbers:
+            ledger.entries.clear()
+            ledger.counts.clear()
+            executor.step(batch)
+            issued.append(issued_messages(ledger.entries))
+            counts.append(dict(ledger.counts))
+        sent_nbytes = sum(entry.sent_nbytes for entry in ledger.entries)
+    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts), numbers)
+
+
+@contextmanager
+def lone_executor(
+    plan: Plan,
+    rank: int,
+    loss: Loss,
+    make_trained_module: MakeTrainedModule,
+    *,
+    fake: bool = True,
+    compiles: bool = False,
+) -> Iterator[StepExecutor]:
+    """Context manager: yields the executor of `rank` without the other ranks, on `fake` tensors or real ones.
 
     With `compiles`, a strategy may compile the blocks; else they run as they are. Raises
     NeedsRealTensorsError when `fake` tensors do not suffice.
     """
     world = FakeWorld(plan.mesh, rank)
-    world.ledger.is_recording = True
     subject = make_trained_module(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
-    issued, counts = list[list[Message]](), list[dict[str, int]]()
     try:
         with ExitStack() as stack:
             if fake:
@@ -201,14 +219,7 @@ def trace_rank(
                 stateless_rng=_keep_all_rng(plan),
             )
             stack.callback(executor.close)
-            numbers = traced_steps(plan, num_steps)
-            for executor.steps_done in numbers:
-                world.ledger.entries.clear()
-                world.ledger.counts.clear()
-                sample = samples[min(len(issued), len(samples) - 1)] if samples else subject.dummy_batch
-                executor.step(_repeat_samples(sample, len(plan.samples_read(rank))))
-                issued.append(issued_messages(world.ledger.entries))
-                counts.append(dict(world.ledger.counts))
+            yield executor
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):
             raise
@@ -216,9 +227,12 @@ def trace_rank(
         raise NeedsRealTensorsError(
             text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error
-    sent_nbytes = sum(entry.sent_nbytes for entry in world.ledger.entries)
-    graphs = executor.state.compiled_graphs
-    return RankTrace(rank, tuple(issued), sent_nbytes, tuple(counts), numbers, graphs)
+
+
+def rank_batch(sample: Batch, plan: Plan, rank: int) -> Batch:
+    """Returns `sample`, a batch of one, as often as `rank` reads samples in a step."""
+    count = len(plan.samples_read(rank))
+    return {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in sample.items()}
 
 
 def traced_steps(plan: Plan, num_steps: int) -> tuple[int, ...]:
@@ -288,10 +302,6 @@ def _differences(planned: Sequence[Message], issued: Sequence[Message]) -> Itera
                 f"differs",
             )
             return
-
-
-def _repeat_samples(row: Batch, count: int) -> Batch:
-    return {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in row.items()}
 
 
 def _keep_all_rng(plan: Plan) -> StatelessRNG | None:

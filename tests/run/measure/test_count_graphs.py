@@ -12,7 +12,7 @@ from meshwright.api import analyze, default_strategies, make_plan
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.memory.block_compiler import BRANCH, EXCLUDED
+from meshwright.parallel.memory.block_compiler import BRANCH, EXCLUDED, BlockCompiler
 from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.memory.gist import Gist
 from meshwright.plan.compiled_graphs import PlannedGraphs
@@ -23,7 +23,7 @@ from meshwright.run.measure import count_graphs as counting
 from meshwright.run.measure.count_graphs import count_graphs
 from tests.parallel.memory.test_block_compiler import Branching, Counting, Looping, Model, Printing
 from tests.parallel.memory.test_compiled_blocks import with_roles
-from tests.tiny_model import analyzed_model, tiny_job, token_samples
+from tests.tiny_model import VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -116,3 +116,61 @@ def test_inputs_that_are_no_sequences_of_one_length_are_tried_as_they_are():
     assert found.lengths == ()
     assert sum(kind.num_graphs for kind in found.kinds) == 1
     assert "other lengths were not tried" in shown(found)
+
+
+class Deep(nn.Module):
+    """Six blocks, which compute the same, and read a number of their own if they are `numbered`."""
+
+    def __init__(self, *, numbered: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Numbered(at, reads_it=numbered) for at in range(6))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int, *, reads_it: bool) -> None:
+        super().__init__()
+        self.reads_it = reads_it
+        self.linear, self.layer_idx = nn.Linear(WIDTH, WIDTH), number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if not self.reads_it or self.layer_idx >= 0 else x
+
+
+@pytest.mark.parametrize(("numbered", "num_run", "num_graphs"), [(False, 3, 1), (True, 3 + 6, 6)])
+def test_three_of_equal_blocks_run_unless_the_last_has_a_graph_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, *, numbered: bool, num_run: int, num_graphs: int
+):
+    ran: list[str] = []
+    run = BlockCompiler._run
+
+    def noted(self: BlockCompiler, name: str, *args: object, **kwargs: object) -> object:
+        ran.append(name)
+        return run(self, name, *args, **kwargs)
+
+    monkeypatch.setattr(BlockCompiler, "_run", noted)
+    analyzed = analyze(lambda: Deep(numbered=numbered), token_samples(2))
+    found = counted(analyzed, Mesh(), CompiledBlocks(blocks=("layers.*",)))
+    (kind,) = found.kinds
+    assert (len(kind.blocks), kind.num_graphs) == (6, num_graphs)
+    assert len(ran) == 5 * num_run  # in three equal steps, and two of other lengths
+
+
+def test_a_stage_of_the_same_blocks_as_another_is_not_run(monkeypatch: pytest.MonkeyPatch):
+    ran: list[int] = []
+    of_rank = counting._graphs_of_rank
+    monkeypatch.setattr(
+        counting,
+        "_graphs_of_rank",
+        lambda analyzed, plan, rank, *others: ran.append(rank) or of_rank(analyzed, plan, rank, *others),
+    )
+    analyzed = analyze(lambda: Deep(numbered=False), token_samples(2))
+    found = counted(analyzed, Mesh(pp=4))
+    assert ran == [0, 1, 3]
+    assert [block for kind in found.kinds for block in kind.blocks].count("head") == 1

@@ -202,25 +202,13 @@ class StepExecutor:
         # steps of the last step may run on, at its rates, until this one needs what they have stepped
         is_delayed = state.offloaded.delayed_steps.is_active
         lr = 0.0 if is_delayed else self.lr_schedule.begin_step(self.steps_done)
-        entries: Sequence[ResolvedAction] = self._entries
-        if self._period is not None:
-            entries = [entry for entry in entries if entry[0].runs_in(self.steps_done)]
+        entries = self._entries_of_step()
         self._cursor, self._current_entries = (
             0,
             entries if profiler is None else wrap_with_profiler(entries, state.works, profiler),
         )
         for start_position in self._forward_starts:
-            self._execute_until(start_position)
-            start, _, waits = self._entries[start_position]
-            wait_for_works(waits, state.works, profiler)  # glue before the block may read what arrived
-            state.current_action = start.name
-            microbatch = start.microbatch or 0
-            before_block = self._before_block(microbatch)
-            if profiler is None:
-                run_forward(state, microbatch, before_block, None, start.subject)
-            else:
-                with profiler.record_span(f"forward({microbatch})", GLUE):
-                    run_forward(state, microbatch, before_block, profiler.end_span, start.subject)
+            self._run_forward(start_position, profiler)
         if is_delayed:
             self._execute_until(self._first_clip)
             state.offloaded.delayed_steps.wait_for_all()
@@ -237,6 +225,39 @@ class StepExecutor:
         if not metrics.is_skipped or state.plan.sharding.varying_axes:  # all sites count the same steps
             self.lr_schedule.end_step()
         return metrics
+
+    def run_forwards(self, batch: LocalBatch) -> None:
+        """Executes the list of one step up to its last forward; nothing is trained, and no number is read.
+
+        `batch` is that of `step`.
+        """
+        self._actions.begin_step(self.steps_done, batch, stop=False)
+        self._cursor, self._current_entries = 0, self._entries_of_step()
+        for start_position in self._forward_starts:
+            self._run_forward(start_position, None)
+        wait_for_works(self.state.works, self.state.works, None)
+        self.steps_done += 1
+        self.state.end_step()
+
+    def _entries_of_step(self) -> Sequence[ResolvedAction]:
+        if self._period is None:
+            return self._entries
+        return [entry for entry in self._entries if entry[0].runs_in(self.steps_done)]
+
+    def _run_forward(self, start_position: int, profiler: StepProfiler | None) -> None:
+        """Executes the list up to the forward at `start_position`, and runs it, with what lies in between."""
+        state = self.state
+        self._execute_until(start_position)
+        start, _, waits = self._entries[start_position]
+        wait_for_works(waits, state.works, profiler)  # glue before the block may read what arrived
+        state.current_action = start.name
+        microbatch = start.microbatch or 0
+        before_block = self._before_block(microbatch)
+        if profiler is None:
+            run_forward(state, microbatch, before_block, None, start.subject)
+        else:
+            with profiler.record_span(f"forward({microbatch})", GLUE):
+                run_forward(state, microbatch, before_block, profiler.end_span, start.subject)
 
     def _settle_heap(self, *, is_last: bool) -> None:
         """Returns what the first steps have left over, and moves what the CPU steps to huge pages."""
