@@ -183,3 +183,22 @@ def test_a_full_disk_is_refused_by_name_and_another_failure_blames_the_block(mon
     text = fail_with(NotImplementedError("an operation"))
     assert "cannot be compiled by eager: NotImplementedError: an operation" in text
     assert "leave it out of the strategy's `blocks`" in text
+
+
+@torch.library.custom_op("test_block_compiler::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x)
+
+
+class CustomOperator(OneLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + without_fake(x.detach())
+
+
+def test_a_custom_operator_without_a_fake_kernel_is_named_with_torchs_advice():
+    with pytest.raises(PlanError) as refused:
+        list(graphs_of_steps(CustomOperator))
+    assert "'layers.0' cannot be compiled by eager: " in str(refused.value)
+    assert "no fake impl registered for <CustomOpDef(test_block_compiler::without_fake)>" in str(
+        refused.value
+    )

@@ -4,6 +4,7 @@ is refused by name.
 
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -308,6 +309,15 @@ def test_a_missing_compiler_is_refused():
         pytest.raises(PlanError, match=r"Inductor needs a C\+\+ compiler"),
     ):
         planned(Mesh(), CompiledBlocks())
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(PlanError) as refused:
+        planned(Mesh(), CompiledBlocks())
+    assert "cache folder, and it cannot: [Errno 20] Not a directory" in str(refused.value)
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports

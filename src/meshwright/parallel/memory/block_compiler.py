@@ -49,6 +49,7 @@ DISK_FIX = (
     "make room in torch's cache folder, and let this user write to it; or name another folder in the "
     "environment variable TORCHINDUCTOR_CACHE_DIR (by default it lies in the folder for temporary files)"
 )
+EXPLANATION, COMPILER_ERROR = "Explanation: ", "error: "
 BRANCH = "a branch depends on the value of a tensor"
 Forward = Callable[..., Any]
 
@@ -128,9 +129,7 @@ class BlockCompiler:
         try:
             result = kind.compiled(forward.__self__, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            lines = str(error).strip().splitlines()
-            cause = next((each for each in lines if not each.endswith(" raised:")), lines[0])
-            text = f"the block '{name}' cannot be compiled by {self._name}: {cause}"
+            text = f"the block '{name}' cannot be compiled by {self._name}: {_failure(error)}"
             fix = DISK_FIX if _is_of_files(error) else BLOCK_FIX
             raise PlanError(text, fix=fix, location=LOCATION) from error
         kind.num_late_calls += graphs.num_late > num_late
@@ -233,6 +232,14 @@ class _GivenUpFunctions:
             return first_line
         name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", function[1])
         return f"{first_line}, {SKIPPED}{name} at {function[2]}:{function[3]}"
+
+
+def _failure(error: BaseException) -> str:
+    """Returns what failed in a compilation, and what torch, or the C++ compiler, says of it."""
+    lines = [each.strip() for each in str(error).strip().splitlines()]
+    first = next((each for each in lines if not each.endswith(" raised:")), lines[0])
+    told = next((each for each in lines if each.startswith(EXPLANATION) or COMPILER_ERROR in each), "")
+    return f"{first}: {told.removeprefix(EXPLANATION)}" if told and told != first else first
 
 
 def _is_of_files(error: BaseException | None) -> bool:

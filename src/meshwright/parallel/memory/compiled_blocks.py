@@ -48,13 +48,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from meshwright.model.tensors.function_modes import call_unchanged
-from meshwright.parallel.memory.block_compiler import LOCATION, BlockCompiler
+from meshwright.parallel.memory.block_compiler import DISK_FIX, LOCATION, BlockCompiler
 from meshwright.parallel.memory.gist import is_encoded
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.job import Job
@@ -105,7 +106,7 @@ class CompiledBlocks(Strategy):
         names = {block_of(call) for call in sharding.model_spec.block_calls}
         for outer in sorted(names):
             inner = next((each for each in sorted(names) if each.startswith(f"{outer}.")), None)
-            if inner is not None and self._is_selected(outer):
+            if inner is not None and self.is_selected(outer):
                 text = f"the block '{outer}' holds the block '{inner}', and the engine runs between the two"
                 yield Diagnostic(text, f"leave '{outer}' out of `blocks`", f"{LOCATION}.blocks")
 
@@ -114,16 +115,16 @@ class CompiledBlocks(Strategy):
             text = "the schedule splits backwards, and that of a compiled block is one unit"
             raise PlanError(text, fix='choose another schedule: "1f1b", say', location=LOCATION)
         for action in (action for role in program.roles for action in role.actions):
-            if self._is_selected(action.subject) and (kept_ops(action) or is_encoded(action)):
+            if self.is_selected(action.subject) and (kept_ops(action) or is_encoded(action)):
                 text = f"of single operations in '{action.subject}' the results are "
                 text += f"{'kept' if kept_ops(action) else 'encoded'}, and a compiled block has others"
                 fix = "leave the block out of `blocks` here, or in the strategy that keeps or encodes them"
                 raise PlanError(text, fix=fix, location=LOCATION)
-        return program.edit(lambda actions: run_reruns_whole(actions, self._is_selected))
+        return program.edit(lambda actions: run_reruns_whole(actions, self.is_selected))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         calls = runtime.state.plan.view.model_spec.block_calls
-        names = dict.fromkeys(block_of(call) for call in calls if self._is_selected(call))
+        names = dict.fromkeys(block_of(call) for call in calls if self.is_selected(call))
         compiler = BlockCompiler(self.make_backend(), self.backend, DYNAMIC[self.dynamic], runtime.state)
         runtime.state.compiled_graphs = compiler.graphs
         runtime.state.patches.compile_forwards(names, compiler)
@@ -149,7 +150,8 @@ class CompiledBlocks(Strategy):
             options["emulate_precision_casts"] = True
         return options
 
-    def _is_selected(self, block_call: str) -> bool:
+    def is_selected(self, block_call: str) -> bool:
+        """Returns whether the block of `block_call` is compiled."""
         return not self.blocks or matches_any(block_call, self.blocks)
 
     def _backend_diagnostics(self) -> Iterator[Diagnostic]:
@@ -167,6 +169,10 @@ class CompiledBlocks(Strategy):
         elif is_inductor and not torch.accelerator.is_available() and (missing := missing_compiler()):
             fix = "install g++ or clang++, name it in the environment variable CXX, or remove the strategy"
             yield Diagnostic(f"Inductor needs a C++ compiler, and {missing}", fix, LOCATION)
+        elif is_inductor and (fault := cache_fault()):
+            yield Diagnostic(
+                f"Inductor writes to its cache folder, and it cannot: {fault}", DISK_FIX, LOCATION
+            )
         for name, differs in (
             ("inductor_mode", self.inductor_mode != "default"),
             ("emulate_precision_casts", self.emulate_precision_casts),
@@ -197,6 +203,17 @@ def known_backends() -> tuple[str, ...]:
     import torch._dynamo  # takes seconds
 
     return tuple(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def cache_fault() -> str:
+    """Returns why torch's cache folder cannot be made or written to; "" if it can."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    try:
+        with TemporaryFile(dir=cache_dir()):
+            return ""
+    except OSError as error:
+        return str(error)
 
 
 def missing_compiler() -> str:
