@@ -283,7 +283,7 @@ class CheckpointedCall:
         found = self._run_again(alias)
         leaves = self._restore_leaves(found)
         for tensor, leaf in zip(found, leaves, strict=True):
-            tensor.data = leaf.detach()  # of the outputs the backward reads the graph, so their memory is freed
+            tensor.data = leaf.detach()  # frees its memory: the backward reads the graph alone
         return list(zip(found, leaves, strict=True))
 
     def recompute_outputs(self, alias: MakeAlias) -> None:

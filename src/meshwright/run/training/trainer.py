@@ -342,11 +342,9 @@ class Trainer:
         )
 
     def weights(self, dtype: torch.dtype | None = None, *, rank: int | None = None) -> WeightSource:
-        """Returns the whole tensors as `export` stores them, to be iterated on all ranks, one tensor in
-        memory at a time: `for name, tensor in trainer.weights()`.
-
-        All ranks call it. With `rank`, that one alone gets them. Of a peft model these are the tensors of the
-        adapter.
+        """Returns the whole tensors as `export` stores them, one at a time: `for name, tensor in
+        trainer.weights()`, on all ranks. With `rank`, that one alone gets them. Of a peft model these are the
+        tensors of the adapter.
         """
         deferred_init = self.analyzed.deferred_init
         return WeightSource(self.executor, deferred_init, self._weights, dtype, rank)
