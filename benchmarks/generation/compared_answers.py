@@ -21,7 +21,7 @@ import torch
 from benchmarks.generation.generation_cases import Case, analyzed_model, plan_of, reference_model
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.generation import generate
+from meshwright.engine.generation import generation_step
 from meshwright.engine.generation.cached_forward import CachedForward
 from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams
 from meshwright.engine.generation.stage_forwards import StageForwards
@@ -88,8 +88,8 @@ class _ForwardAsTold(CachedForward):
 def noted_logits() -> Iterator[None]:
     """Makes generation note its logits, on all threads."""
     with (
-        patch.object(generate, "TokenSampler", _NotedSampler),
-        patch.object(generate, "CachedForward", _ForwardAsTold),
+        patch.object(generation_step, "TokenSampler", _NotedSampler),
+        patch.object(generation_step, "CachedForward", _ForwardAsTold),
     ):
         yield
 

@@ -34,7 +34,7 @@ from benchmarks.harness.result import Result
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.generation.continuous_batch import ContinuousBatch
-from meshwright.engine.generation.generate import Gather
+from meshwright.engine.generation.generation_step import Gather
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel

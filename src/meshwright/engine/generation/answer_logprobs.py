@@ -35,7 +35,8 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.generation.generate import Gather, gather_diagnostics, gather_from_ranks
+from meshwright.engine.generation.generate import gather_diagnostics
+from meshwright.engine.generation.generation_step import Gather, gather_from_ranks
 from meshwright.engine.generation.sampling_params import and_more, context_sizes, model_diagnostics
 from meshwright.engine.generation.token_sampler import full_vocabulary
 from meshwright.engine.runtime.rank_state import RankState

@@ -38,12 +38,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from math import inf
-from typing import Literal, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
-from meshwright.comm.collectives.group import Group
-from meshwright.engine.generation.cached_forward import CachedForward
 from meshwright.engine.generation.continuous_batch import (
     ABORTED,
     AT_LENGTH,
@@ -52,7 +50,14 @@ from meshwright.engine.generation.continuous_batch import (
     STOPPED,
     ContinuousBatch,
     GeneratedSequence,
-    SequenceRows,
+)
+from meshwright.engine.generation.generation_step import (
+    GENERATE_ACTION,
+    Gather,
+    GenerationStep,
+    end_at_length,
+    extend_sequences,
+    gather_from_ranks,
 )
 from meshwright.engine.generation.sampling_params import (
     LOCATION,
@@ -62,24 +67,13 @@ from meshwright.engine.generation.sampling_params import (
     end_tokens,
     request_diagnostics,
 )
-from meshwright.engine.generation.stage_forwards import make_stage_forwards
-from meshwright.engine.generation.token_sampler import (
-    NO_TOKEN,
-    ChosenTokens,
-    TokenSampler,
-    full_vocabulary,
-)
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
-from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.plan.sharding.mesh import AXES, in_mesh_order
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
+from meshwright.plan.sharding.mesh import AXES
 
-GENERATE_ACTION = "GENERATE"  # name in the ledger
 Decode = Callable[[list[int]], str]  # makes text of token ids
 OnToken = Callable[[int, int], object]  # the number of an answer and its new token; False ends the answer
-Gather = Literal["once", "block"]
 FINISH_REASONS: dict[int, FinishReason] = {STOPPED: "stop", AT_LENGTH: "length", ABORTED: "abort"}
 ERROR_NBYTES = 1024  # of the text of an error, as other ranks are told it
 
@@ -156,40 +150,26 @@ class _Generation:
     """One call of `generate` on one rank."""
 
     def __init__(self, executor: StepExecutor, request: GenerationRequest, *, is_called: bool) -> None:
-        state = executor.state
-        self._executor, self._state, self._request, self._is_called = executor, state, request, is_called
-        sharding, world = state.plan.sharding, state.world
-        row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
-        self._group: Group = world.group(row_axes)
-        self._same_rows_group = world.group([axis for axis in AXES if axis not in row_axes])
-        meeting = [axis for axis in row_axes if axis in self._meeting_axes()]
-        self._forwards_meet = bool(meeting)
-        agreeing = AXES if is_called else tuple(meeting)
-        self._agreeing_group = world.group(agreeing) if agreeing else None
-        self._stages = make_stage_forwards(state, GENERATE_ACTION)
-        # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
-        slices = state.takes_residual_slices(has_whole_tokens=True)
-        self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
+        self._state, self._request, self._is_called = executor.state, request, is_called
+        self._step = GenerationStep(executor, request.gather)
+        agreeing = AXES if is_called else self._step.meeting_axes
+        self._agreeing_group = executor.state.world.group(agreeing) if agreeing else None
         self._error: Exception | None = None  # of what the caller passed, on this rank
         self._num_failed_ranks = 0
 
     def answers(self) -> list[GeneratedAnswer]:
         """Returns the answers of all ranks."""
-        groups_by_rank, module = self._groups_by_rank(), self._state.trained_module.module
-        device, request = self._state.world.device, self._request
-        self._executor.check_sites_agree("generate")
-        run_stages = None if self._stages is None else self._stages.run()
-        with self._executor.full_param_forwards.generation_forwards(
-            GENERATE_ACTION, gather_once=request.gather == "once", run_stages=run_stages
-        ) as vocab_shard:
-            forward = CachedForward(module, self._stages, keeps_cache=self._keeps_cache)
-            groups = groups_by_rank[self._group.index]
-            batch = ContinuousBatch(forward, groups, request.max_num_seqs, device)
+        groups_by_rank, step = self._groups_by_rank(), self._step
+        with step.forwards() as forward:
+            groups = groups_by_rank[step.group.index]
+            batch = ContinuousBatch(forward, groups, self._request.max_num_seqs, self._state.world.device)
             while self._goes_on(batch):
-                if batch.has_work or self._forwards_meet:
-                    rows, logits_BV = batch.run_forward()
-                    chosen = self._choose(logits_BV, rows, vocab_shard)
-                    self._append(rows.sequences, *(each.tolist() for each in chosen))
+                if batch.has_work or step.forwards_meet:
+                    rows, chosen = step.run(batch)
+                    extended = extend_sequences(rows.sequences, chosen)
+                    if self._is_called and extended:
+                        self._call(extended)
+                    end_at_length(extended)
                     batch.append(rows, chosen.ids)
         if self._num_failed_ranks:
             self._raise_error()
@@ -199,7 +179,7 @@ class _Generation:
         """Returns the sequences of each rank of the group, those of a prompt together; ranks have as equally
         many prompts as possible, in order.
         """
-        request, size = self._request, self._group.size
+        request, size = self._request, self._step.group.size
         module = self._state.trained_module.module
         groups, index = list[list[GeneratedSequence]](), 0
         for number, (prompt, params) in enumerate(zip(request.prompts, request.params, strict=True)):
@@ -210,20 +190,6 @@ class _Generation:
         edges = [len(groups) * edge // size for edge in range(size + 1)]
         return [groups[first:end] for first, end in pairwise(edges)]
 
-    def _meeting_axes(self) -> set[str]:
-        """Returns the axes along which ranks meet in a forward, of any stage of a pipeline."""
-        plan = self._state.plan
-        actions = [action for role in plan.program.roles for action in role.actions]
-        forwards = (action for action in actions if action.kind in FORWARD_KINDS)
-        axes = {axis for action in forwards for each in action.inner_transfers for axis in each.axes}
-        shardings = plan.sharding.param_shardings
-        # along cp experts may meet; attention does not, because each rank has whole sequences
-        axes -= {*plan.sharding.token_axes} - {axis for each in shardings for axis in each.sliced_dims}
-        if self._request.gather == "block":
-            sharded = [each for each in shardings if each.is_stored_sharded]
-            axes |= {axis for each in sharded for axis in each.storage_layout.axes_with("S")}
-        return {axis for axis in axes if plan.mesh.size(axis) > 1}
-
     def _goes_on(self, batch: ContinuousBatch) -> bool:
         """Returns whether there is work, here and where ranks agree, and no rank has failed."""
         if self._agreeing_group is None:
@@ -233,53 +199,6 @@ class _Generation:
         self._agreeing_group.all_reduce(summed, action=GENERATE_ACTION).wait()
         num_working, self._num_failed_ranks = summed.tolist()
         return num_working > 0 and not self._num_failed_ranks
-
-    def _choose(
-        self, logits_BV: torch.Tensor, rows: SequenceRows, vocab_shard: VocabShard | None
-    ) -> ChosenTokens:
-        """Returns the next token of each row; where a rank of a pipeline has no logits, without
-        log-probabilities.
-        """
-        stages, sequences = self._stages, rows.sequences
-        if stages is not None and not stages.is_last:
-            nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
-            return ChosenTokens(stages.share_tokens(nothing.long()), nothing, nothing)
-        by_params = dict[SamplingParams, list[int]]()
-        for place, sequence in enumerate(sequences):
-            by_params.setdefault(sequence.params.of_a_token, []).append(place)
-        chosen = list[ChosenTokens]()
-        for params, places in by_params.items():
-            sampler = TokenSampler(params, vocab_shard or full_vocabulary(logits_BV.shape[1]))
-            seeds = [sequences[place].random_number for place in places]
-            positions = [sequences[place].num_tokens for place in places]
-            chosen.append(sampler.choose(logits_BV[places], rows.context[places], seeds, positions))
-        order = torch.tensor([place for places in by_params.values() for place in places]).argsort()
-        together = ChosenTokens(
-            *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
-        )
-        if stages is not None:
-            stages.share_tokens(together.ids)
-        return together
-
-    def _append(
-        self,
-        sequences: list[GeneratedSequence],
-        ids: list[int],
-        logprobs: list[float],
-        sampling_logprobs: list[float],
-    ) -> None:
-        extended = list[GeneratedSequence]()
-        for sequence, token, *both in zip(sequences, ids, logprobs, sampling_logprobs, strict=True):
-            if sequence.state == RUNNING and token == NO_TOKEN:
-                sequence.state = NOT_FINITE
-            elif sequence.state == RUNNING:
-                sequence.append(token, *both)
-                extended.append(sequence)
-        if self._is_called and extended:
-            self._call(extended)
-        for sequence in extended:
-            if sequence.state == RUNNING and len(sequence.tokens) == sequence.params.max_new_tokens:
-                sequence.state = AT_LENGTH
 
     def _call(self, sequences: list[GeneratedSequence]) -> None:
         """Passes the newest tokens to what the caller has passed; an answer ends if it does on any of the
@@ -294,8 +213,8 @@ class _Generation:
         except Exception as error:  # raised when all ranks have stopped
             self._error = error
         ends = ends.to(self._state.world.device)
-        if self._same_rows_group.size > 1:
-            self._same_rows_group.all_reduce(ends, action=GENERATE_ACTION).wait()
+        if self._step.same_rows_group.size > 1:
+            self._step.same_rows_group.all_reduce(ends, action=GENERATE_ACTION).wait()
         for sequence, is_stopped, is_aborted in zip(sequences, *ends.tolist(), strict=True):
             if sequence.state == RUNNING and (is_stopped or is_aborted):
                 sequence.state = STOPPED if is_stopped else ABORTED
@@ -323,7 +242,7 @@ class _Generation:
     def _gathered(self, sequences_by_rank: list[list[GeneratedSequence]]) -> list[GeneratedAnswer]:
         """Returns the answers of all ranks of the group, in the order of the prompts."""
         num_tokens = max(each.max_new_tokens for each in self._request.params)
-        device, own = self._state.world.device, sequences_by_rank[self._group.index]
+        device, own = self._state.world.device, sequences_by_rank[self._step.group.index]
         most = max(map(len, sequences_by_rank))
         ids = torch.zeros(most, 2 + num_tokens, dtype=torch.int64)
         logprobs = torch.zeros(most, 2, num_tokens, dtype=torch.float64)
@@ -334,9 +253,8 @@ class _Generation:
             both = [sequence.logprobs, sequence.sampling_logprobs]
             logprobs[place, :, :count] = torch.tensor(both, dtype=torch.float64)
         ids, logprobs = ids.to(device), logprobs.to(device)
-        if self._stages is not None:
-            self._stages.share_logprobs(logprobs)
-        ids, logprobs = (gather_from_ranks(self._group, each) for each in (ids, logprobs))
+        self._step.share_logprobs(logprobs)
+        ids, logprobs = (gather_from_ranks(self._step.group, each) for each in (ids, logprobs))
         answers = []
         for rank, sequences in enumerate(sequences_by_rank):
             for sequence, (how, count, *tokens), (full, drawn) in zip(
@@ -347,13 +265,6 @@ class _Generation:
                 shortened = FINISH_REASONS[how], tuple(full[:count]), tuple(drawn[:count])
                 answers.append(GeneratedAnswer(tuple(tokens[:count]), *shortened))
         return answers
-
-
-def gather_from_ranks(group: Group, tensor: torch.Tensor, action: str = GENERATE_ACTION) -> torch.Tensor:
-    """Returns the equally shaped `tensor`s of all ranks of `group`, (ranks, *shape), on the CPU."""
-    gathered = tensor.new_empty(group.size, *tensor.shape)
-    group.all_gather(gathered, tensor.contiguous(), action=action).wait()
-    return gathered.cpu()
 
 
 def gather_diagnostics(gather: str, location: str) -> Iterator[Diagnostic]:

@@ -17,7 +17,8 @@ from meshwright.comm.collectives.group import World
 from meshwright.device.device_memory import available_nbytes
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.generation.answer_logprobs import AnswerLogprobs, LogprobsRequest, answer_logprobs
-from meshwright.engine.generation.generate import Decoder, Gather, GenerationRequest, OnToken, generate
+from meshwright.engine.generation.generate import Decoder, GenerationRequest, OnToken, generate
+from meshwright.engine.generation.generation_step import Gather
 from meshwright.engine.generation.sampling_params import (
     GeneratedAnswer,
     SamplingParams,

@@ -1,0 +1,159 @@
+"""One forward of the sequences that run on a rank, and their next tokens, with the ranks that compute them.
+
+    batch.run_forward()     logits behind each row         tp, pp: one forward of all ranks together
+    choose                  the next token of each row     the same on all ranks of the rows
+    extend_sequences        tokens appended; an end token ends an answer
+
+Which ranks have the same rows, and which meet in a forward though their rows differ (experts along ep; shards
+that are gathered block by block), follows from the plan.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from meshwright.comm.collectives.group import Group
+from meshwright.engine.generation.cached_forward import CachedForward
+from meshwright.engine.generation.continuous_batch import (
+    AT_LENGTH,
+    NOT_FINITE,
+    RUNNING,
+    ContinuousBatch,
+    GeneratedSequence,
+    SequenceRows,
+)
+from meshwright.engine.generation.sampling_params import SamplingParams
+from meshwright.engine.generation.stage_forwards import make_stage_forwards
+from meshwright.engine.generation.token_sampler import (
+    NO_TOKEN,
+    ChosenTokens,
+    TokenSampler,
+    full_vocabulary,
+)
+from meshwright.engine.step.executor import StepExecutor
+from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES, in_mesh_order
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
+
+GENERATE_ACTION = "GENERATE"  # name in the ledger
+Gather = Literal["once", "block"]
+
+
+class GenerationStep:
+    """Runs forwards and chooses tokens on one rank; sharded weights are gathered as `gather` says.
+
+    `group` are the ranks with other rows, `same_rows_group` those with the same; along `meeting_axes` ranks
+    with other rows meet in a forward.
+    """
+
+    group: Group
+    same_rows_group: Group
+
+    def __init__(self, executor: StepExecutor, gather: Gather) -> None:
+        state = executor.state
+        self._executor, self._state, self._gather = executor, state, gather
+        sharding, world = state.plan.sharding, state.world
+        row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
+        self.group = world.group(row_axes)
+        self.same_rows_group = world.group([axis for axis in AXES if axis not in row_axes])
+        meeting = _meeting_axes(state.plan, gather)
+        self.meeting_axes = tuple(axis for axis in row_axes if axis in meeting)
+        self._stages = make_stage_forwards(state, GENERATE_ACTION)
+        # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
+        slices = state.takes_residual_slices(has_whole_tokens=True)
+        self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
+        self._vocab_shard: VocabShard | None = None
+
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether ranks with other rows, or with none, run each forward together."""
+        return bool(self.meeting_axes)
+
+    @contextmanager
+    def forwards(self) -> Iterator[CachedForward]:
+        """Yields the forward of the rows of this rank. Parameters, buffers, modes and random streams are
+        unchanged afterwards; sharded weights are gathered until then.
+        """
+        self._executor.check_sites_agree("generate")
+        run_stages = None if self._stages is None else self._stages.run()
+        with self._executor.full_param_forwards.generation_forwards(
+            GENERATE_ACTION, gather_once=self._gather == "once", run_stages=run_stages
+        ) as self._vocab_shard:
+            module = self._state.trained_module.module
+            yield CachedForward(module, self._stages, keeps_cache=self._keeps_cache)
+
+    def run(self, batch: ContinuousBatch) -> tuple[SequenceRows, ChosenTokens]:
+        """Runs the next forward of `batch`, and returns its rows with the token that follows each; where a
+        rank of a pipeline has no logits, without log-probabilities.
+        """
+        rows, logits_BV = batch.run_forward()
+        stages, sequences = self._stages, rows.sequences
+        if stages is not None and not stages.is_last:
+            nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
+            return rows, ChosenTokens(stages.share_tokens(nothing.long()), nothing, nothing)
+        by_params = dict[SamplingParams, list[int]]()
+        for place, sequence in enumerate(sequences):
+            by_params.setdefault(sequence.params.of_a_token, []).append(place)
+        chosen = list[ChosenTokens]()
+        for params, places in by_params.items():
+            sampler = TokenSampler(params, self._vocab_shard or full_vocabulary(logits_BV.shape[1]))
+            seeds = [sequences[place].random_number for place in places]
+            positions = [sequences[place].num_tokens for place in places]
+            chosen.append(sampler.choose(logits_BV[places], rows.context[places], seeds, positions))
+        order = torch.tensor([place for places in by_params.values() for place in places]).argsort()
+        together = ChosenTokens(
+            *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
+        )
+        if stages is not None:
+            stages.share_tokens(together.ids)
+        return rows, together
+
+    def share_logprobs(self, logprobs: torch.Tensor) -> None:
+        """Replaces `logprobs` on the ranks of a pipeline by those of the rank that has the logits."""
+        if self._stages is not None:
+            self._stages.share_logprobs(logprobs)
+
+
+def extend_sequences(sequences: Sequence[GeneratedSequence], chosen: ChosenTokens) -> list[GeneratedSequence]:
+    """Appends the `chosen` tokens to those of `sequences` that run, and returns these; one whose logits are
+    not finite ends without a token.
+    """
+    extended = list[GeneratedSequence]()
+    for sequence, token, *both in zip(sequences, *(each.tolist() for each in chosen), strict=True):
+        if sequence.state == RUNNING and token == NO_TOKEN:
+            sequence.state = NOT_FINITE
+        elif sequence.state == RUNNING:
+            sequence.append(token, *both)
+            extended.append(sequence)
+    return extended
+
+
+def end_at_length(sequences: Sequence[GeneratedSequence]) -> None:
+    """Ends those of `sequences` that run and have as many tokens as was asked for."""
+    for sequence in sequences:
+        if sequence.state == RUNNING and len(sequence.tokens) == sequence.params.max_new_tokens:
+            sequence.state = AT_LENGTH
+
+
+def gather_from_ranks(group: Group, tensor: torch.Tensor, action: str = GENERATE_ACTION) -> torch.Tensor:
+    """Returns the equally shaped `tensor`s of all ranks of `group`, (ranks, *shape), on the CPU."""
+    gathered = tensor.new_empty(group.size, *tensor.shape)
+    group.all_gather(gathered, tensor.contiguous(), action=action).wait()
+    return gathered.cpu()
+
+
+def _meeting_axes(plan: Plan, gather: Gather) -> set[str]:
+    """Returns the axes along which ranks meet in a forward, of any stage of a pipeline."""
+    actions = [action for role in plan.program.roles for action in role.actions]
+    forwards = (action for action in actions if action.kind in FORWARD_KINDS)
+    axes = {axis for action in forwards for each in action.inner_transfers for axis in each.axes}
+    shardings = plan.sharding.param_shardings
+    # along cp experts may meet; attention does not, because each rank has whole sequences
+    axes -= {*plan.sharding.token_axes} - {axis for each in shardings for axis in each.sliced_dims}
+    if gather == "block":
+        sharded = [each for each in shardings if each.is_stored_sharded]
+        axes |= {axis for each in sharded for axis in each.storage_layout.axes_with("S")}
+    return {axis for axis in axes if plan.mesh.size(axis) > 1}
