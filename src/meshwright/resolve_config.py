@@ -262,7 +262,7 @@ def open_request(
     if has_data:
         tokenizer: str | None = job.data.tokenizer
         if loaded is not None and job.data.source != EXAMPLE_SOURCE:  # the example batch has none
-            vocab_size = _vocab_size(loaded.deferred_init.instantiate())
+            vocab_size = vocab_size_of(loaded.deferred_init.instantiate())
             tokenizer = collect_diagnostics(diagnostics, resolve_tokenizer, job, vocab_size)
         if tokenizer is not None:
             job, readable = replace(job, data=replace(job.data, tokenizer=tokenizer)), loaded
@@ -344,7 +344,7 @@ def _short_name(tokenizer: str) -> str:
     return Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer.partition("@")[0]
 
 
-def _vocab_size(module: nn.Module) -> int | None:
+def vocab_size_of(module: nn.Module) -> int | None:
     """Returns the number of tokens of a model: that of its config, else the size of its largest table."""
     tables = (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding))
     return text_limits(module).vocab_size or max(tables, default=None)
@@ -421,7 +421,7 @@ def token_cache_folder(run: RunConfig) -> Path:
 
 def _text_diagnostics(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) -> Iterator[Diagnostic]:
     limits = text_limits(module)
-    vocabulary = _vocab_size(module)
+    vocabulary = vocab_size_of(module)
     if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         how = f"the ids of the tokenizer '{tokenizer.name}' run up to {tokenizer.vocab_size - 1}"
         fix = (

@@ -7,6 +7,7 @@
     meshwright verify  PLAN.toml
     meshwright train   PLAN.toml
     meshwright evaluate PLAN.toml       (a checkpoint of its run)
+    meshwright serve   RUN
     meshwright report  RUN [RUN2 ...]
     meshwright launch  PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
@@ -29,6 +30,7 @@ command, or a rank that it started to verify or to measure, crashed; 130 after C
     lazy_import                imports a command when it is called
     plan_inspect_verify_train  plan, inspect, verify, train, evaluate
     search                     search
+    serve                      serve
 """
 
 import signal
@@ -41,6 +43,7 @@ from meshwright import __version__
 from meshwright.cli import bench, config, launch_and_doctor, plan_inspect_verify_train, report_export_import
 from meshwright.cli.error_output import CRASH_EXIT_CODE, show_crash
 from meshwright.cli.search import register_search
+from meshwright.cli.serve import register_serve
 
 HELP = """Train any PyTorch model on any number of devices, and verify that it computes what one device would.
 
@@ -67,6 +70,7 @@ def options(
 plan_inspect_verify_train.register_plan_verify_train(app)
 register_search(app)
 config.register_config(app)
+register_serve(app)
 report_export_import.register_report(app)
 launch_and_doctor.register_launch_doctor(app)
 bench.register_bench(app)

@@ -112,6 +112,16 @@ class ContinuousBatch:
         """Whether any sequence waits or runs."""
         return bool(self._waiting) or self._running is not None
 
+    def add(self, group: Sequence[GeneratedSequence]) -> None:
+        """Adds sequences with the same prompt, at most `max_num_seqs`, behind those that wait."""
+        self._waiting.append(list(group))
+
+    def drop_ended(self) -> None:
+        """Drops sequences that somebody else has ended between two forwards, waiting or running."""
+        running = ([each for each in group if each.state == RUNNING] for group in self._waiting)
+        self._waiting = [group for group in running if group]
+        self._running = None if self._running is None else _without_ended(self._running)
+
     @property
     def cache_nbytes(self) -> int:
         """The bytes of keys, values and states of the sequences that run, on this rank."""

@@ -117,9 +117,10 @@ def request_diagnostics(
     params: Sequence[SamplingParams],
     *,
     decodes: bool,
+    max_length: int = 0,
 ) -> Iterator[Diagnostic]:
     """Yields what is wrong with a request to continue each of `prompts` by its `params`; `decodes`: token ids
-    can become text.
+    can become text. A prompt and its answer have at most `max_length` tokens; 0: the positions of the model.
     """
     for each in _distinct(params):
         yield from _params_diagnostics(each, decodes=decodes)
@@ -132,7 +133,9 @@ def request_diagnostics(
             "pass stop_token_ids=(), which generates max_new_tokens for each prompt, or the ids that end one"
         )
         yield Diagnostic(text, fix, LOCATION)
-    yield from _prompt_diagnostics(module, prompts, [with_valid_fields(each) for each in params])
+    limits = [with_valid_fields(each).max_new_tokens for each in params]
+    vocab_size, positions = context_sizes(module)
+    yield from _prompt_diagnostics(prompts, limits, vocab_size, max_length or positions)
 
 
 def end_tokens(module: nn.Module, params: SamplingParams) -> tuple[int, ...] | None:
@@ -189,25 +192,25 @@ def model_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
 
 
 def _prompt_diagnostics(
-    module: nn.Module, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    prompts: Sequence[Sequence[int]], limits: Sequence[int], vocab_size: int, positions: int
 ) -> Iterator[Diagnostic]:
     empty = [number for number, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
         text = f"prompt {empty[0]} is empty{and_more(empty)}: there is nothing to continue"
         yield Diagnostic(text, "begin it with one token, such as that of the begin of a text", LOCATION)
-    vocab_size, positions = context_sizes(module)
     unknown = [number for number, prompt in enumerate(prompts) if vocab_size and _outside(prompt, vocab_size)]
     if unknown:
         ids = [token for token in prompts[unknown[0]] if not 0 <= token < vocab_size]
         text = f"prompt {unknown[0]} contains token {ids[0]}{and_more(unknown)}, and the vocabulary of the "
         yield Diagnostic(f"{text}model has {vocab_size}", "encode it with the model's tokenizer", LOCATION)
-    both = zip(prompts, params, strict=True)
-    longer = [number for number, (ids, each) in enumerate(both) if len(ids) + each.max_new_tokens > positions]
+    both = zip(prompts, limits, strict=True)
+    longer = [number for number, (ids, limit) in enumerate(both) if len(ids) + limit > positions]
     if positions and longer:
-        length, limit = len(prompts[longer[0]]), params[longer[0]].max_new_tokens
+        length, limit = len(prompts[longer[0]]), limits[longer[0]]
         text = f"prompt {longer[0]} has {length} tokens{and_more(longer)}, which with max_new_tokens = "
         text += f"{limit} is more than the {positions} positions of the model"
-        fix = f"shorten it, or pass max_new_tokens={max(1, positions - length)}"
+        fits = f"shorten it, or pass max_new_tokens={positions - length}"
+        fix = fits if length < positions else f"shorten it to at most {positions - 1} tokens"
         yield Diagnostic(text, fix, LOCATION)
 
 

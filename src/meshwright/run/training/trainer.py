@@ -186,7 +186,9 @@ class Trainer:
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
         each = params_of_prompts(SamplingParams() if params is None else params, len(ids))
         decode = None if tokenizer is None else tokenizer.decode
-        fitting = self._num_fitting_seqs(ids, each, gather)
+        limits = [with_valid_fields(params).max_new_tokens for params in each]
+        longest = max((len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)), default=0)
+        fitting = self.num_fitting_seqs(longest - 1, gather)
         request = GenerationRequest(ids, each, max_num_seqs, gather, decode, on_token, fitting)
         with self.oom_advisor:
             return generate(self.executor, request)
@@ -208,16 +210,12 @@ class Trainer:
         with self.oom_advisor:
             return answer_logprobs(self.executor, LogprobsRequest(asked, given, batch_size, gather))
 
-    def _num_fitting_seqs(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], gather: Gather
-    ) -> int | None:
-        """Returns for how many of the longest sequences this rank has the memory; None if the cache of the
-        model is not known.
+    def num_fitting_seqs(self, num_tokens: int, gather: Gather = "once") -> int | None:
+        """Returns for the keys and values of how many sequences of `num_tokens` tokens this rank has the
+        memory; None if the cache of the model is not known.
         """
         layers = self.analyzed.cached_layers
-        limits = [with_valid_fields(each).max_new_tokens for each in params]
-        longest = max((len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)), default=0) - 1
-        nbytes = kv_cache_nbytes(layers or (), self.plan, self.world.rank, 1, longest)
+        nbytes = kv_cache_nbytes(layers or (), self.plan, self.world.rank, 1, num_tokens)
         if nbytes <= 0:
             return None
         gathered = gathered_weights_nbytes(self.plan, self.world.rank) if gather == "once" else 0
