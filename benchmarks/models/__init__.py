@@ -1,7 +1,7 @@
 """The models of the benchmarks, and training steps of some of them.
 
 analysis_cost   CPU seconds and forwards of an analysis, before and after
-compiled_parity parity of compiled blocks with one device, for six families
+compiled_parity parity of compiled blocks with one device, for the models of `hf_defaults`
 custom_models   a model file as a user would write it, for models that do not take plain text
 dropout_kernels kernels of a dropout mask on a GPU, counted on fake tensors
 head_batches    batches of the collators of transformers
