@@ -104,7 +104,7 @@ def test_a_message_may_be_written_in_parts(served: ServedModel):
         ({"stop": ["a", ""]}, None, ["stop contains an empty text"]),
         ({"logprobs": 5}, "logprobs", ["logprobs = 5", "Repair: pass logprobs=0"]),
         ({"presence_penalty": 1}, "presence_penalty", ["presence_penalty = 1 is not known"]),
-        ({"temperatur": 1}, "temperatur", ["there is no field 'temperatur'", "did you mean 'temperature'?"]),
+        ({"top_pp": 1}, "top_pp", ["there is no field 'top_pp'", "did you mean 'top_p'?"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_with_its_repair(

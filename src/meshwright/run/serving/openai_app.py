@@ -128,7 +128,7 @@ class _Routes:
         if asked.is_streamed:
             return _EventStream(bodies, stream, self._queue)
         pieces = await _unless_client_leaves(_collect(stream), request.receive, stream, self._queue)
-        return JSONResponse(bodies.whole(pieces))
+        return JSONResponse(bodies.whole_body(pieces))
 
 
 class _EventStream(Response):

@@ -32,7 +32,7 @@ class ResponseBodies:
         self._num_tokens = 0
         self._num_letters = dict[int, int]()  # by answer, of its tokens so far
 
-    def whole(self, pieces: Sequence[AnswerPiece]) -> Json:
+    def whole_body(self, pieces: Sequence[AnswerPiece]) -> Json:
         """Returns the body with all answers, of all `pieces` of them."""
         choices = []
         for index in range(len(self._request.prompts) * self._request.params.n):

@@ -56,7 +56,7 @@ class AnswerStream:
             self._num_unfinished -= bool(piece.finish_reason)
             yield piece
 
-    def put(self, piece: AnswerPiece | ApiError) -> None:
+    def add_piece(self, piece: AnswerPiece | ApiError) -> None:
         """Adds a piece, from any thread."""
         with suppress(RuntimeError):  # the loop has ended, and nobody reads
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
@@ -132,7 +132,7 @@ class RequestQueue:
             return False
         if token.state == NOT_FINITE:
             del self._answers[key]
-            answer.stream.put(ApiError(NOT_FINITE_TEXT, status=500))
+            answer.stream.add_piece(ApiError(NOT_FINITE_TEXT, status=500))
             return False
         text = ""
         if token.token not in answer.end_tokens:
@@ -145,7 +145,7 @@ class RequestQueue:
         if text or is_over:
             is_long = token.state == AT_LENGTH and not answer.text.is_stopped
             reason = ("length" if is_long else "stop") if is_over else ""
-            answer.stream.put(AnswerPiece(answer.index, text, tuple(answer.tokens), reason))
+            answer.stream.add_piece(AnswerPiece(answer.index, text, tuple(answer.tokens), reason))
             answer.tokens.clear()
         return not is_over
 
@@ -155,5 +155,5 @@ class RequestQueue:
             self._is_closed = True
         self.arrivals(0.0)
         for stream in dict.fromkeys(answer.stream for answer in self._answers.values()):
-            stream.put(ApiError(STOPPING, status=503))
+            stream.add_piece(ApiError(STOPPING, status=503))
         self._answers.clear()
