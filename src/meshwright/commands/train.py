@@ -22,7 +22,10 @@ from meshwright.device.local_device import device_diagnostics, local_platform, o
 from meshwright.integrations.lm_eval_tasks import TaskRunner, task_tokenizer
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
+from meshwright.plan.job.job import EvalConfig
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.program import Program
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.report.terminal.data_line import data_view
@@ -146,7 +149,7 @@ def train(
         fix = checkpoint_steps_fix(folder / CHECKPOINTS_FOLDER)
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
     if only_evaluate:
-        _check_evaluates(plan)
+        _check_evaluates(plan.job.evaluate, folder)
     dtypes = plan.job.precision.roles.values()
     raise_diagnostics(
         [
@@ -179,9 +182,8 @@ def train(
     return result
 
 
-def _check_evaluates(plan: Plan) -> None:
-    """Raises PlanError if there is nothing to evaluate, or no checkpoint that could be."""
-    spec, folder = plan.job.evaluate, Path(plan.run.folder)
+def _check_evaluates(spec: EvalConfig, folder: Path) -> None:
+    """Raises PlanError if there is nothing to evaluate, or no checkpoint in `folder`, that of a run."""
     if not (spec.is_enabled or spec.tasks):
         fix = 'name samples, evaluate.source or evaluate.hold_out, or tasks: evaluate.tasks = ["hellaswag"]'
         raise PlanError("nothing to evaluate", fix=fix, location="evaluate")
@@ -222,11 +224,15 @@ def train_rank(
     """
     with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
-        plan = ready.plan
+        plan, run = ready.plan, ready.plan.run
         if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
-        run = plan.run
-        _check_rank(ready, rank_env, variables, only_evaluate=only_evaluate)
+        if only_evaluate:
+            _check_evaluates(plan.job.evaluate, Path(run.folder))
+        if rank_env.launcher_env is not None:  # else the launching process has checked it
+            ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
+            ready.check_last_round()
+        _check_variables(plan.program, plan.mesh, variables)
         kernels = deterministic_kernels(variables) if run.deterministic else nullcontext()
         joining = join_world(
             rank_env,
@@ -278,19 +284,10 @@ def train_rank(
     return ended
 
 
-def _check_rank(
-    ready: ResolvedRun, rank_env: RankEnv, variables: Mapping[str, str], *, only_evaluate: bool
-) -> None:
-    """Raises PlanError for what the launching process, if it is another's, has not refused."""
-    plan = ready.plan
-    if only_evaluate:
-        _check_evaluates(plan)
-    if rank_env.launcher_env is not None:
-        ready.check_host_memory(rank_env.launcher_env.ranks_of_host)
-        ready.check_last_round()
+def _check_variables(program: Program, mesh: Mesh, variables: Mapping[str, str]) -> None:
+    """Raises PlanError for variables of the environment that would let the ranks wait for each other."""
     for name in local_platform().blocking_variables:
-        given = variables.get(name, "")
-        raise_diagnostics(check_launch_blocking(plan.program, plan.mesh, name, given))
+        raise_diagnostics(check_launch_blocking(program, mesh, name, variables.get(name, "")))
 
 
 def _task_runner(trainer: Trainer) -> TaskRunner | None:
