@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.engine.generation import generate, stage_forwards
+from meshwright.engine.generation import generation_step, stage_forwards
 from meshwright.engine.generation.stage_forwards import StageForwards
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import PlanError
@@ -82,7 +82,7 @@ def made(monkeypatch) -> list[StageForwards | None]:
         found.append(make(*given))
         return found[-1]
 
-    monkeypatch.setattr(generate, "make_stage_forwards", noted)
+    monkeypatch.setattr(generation_step, "make_stage_forwards", noted)
     return found
 
 

@@ -98,11 +98,11 @@ def find_declared_splits(
     for pair in find_layer_pairs(layer_uses, roles):
         members = [use.name for use in (*pair.colwise, pair.rowwise)]
         units = 0 if any(name in known_splits for name in members) else _num_units(module, pair)
-        widths = {
-            name: _in_out_features(module.get_submodule(name))[common_side(roles[name]) == "out"]
-            for name in members
-        }
         if units:
+            widths = {
+                name: _in_out_features(module.get_submodule(name))[common_side(roles[name]) == "out"]
+                for name in members
+            }
             found[pair] = {name: DimSplit(0, units, (width,)) for name, width in widths.items()}
     return found
 
