@@ -205,18 +205,7 @@ def train(
     world: WorldOption = None,
 ) -> None:
     """Train and save checkpoints. The same command resumes from the newest valid checkpoint."""
-    with exit_on_error(context):
-        rank_env, command = current_rank(), import_command("train")
-        if rank_env is not None:
-            received: list[int] = []
-            result = command.train_rank(
-                rank_env, config, context.args, from_step, partial(stop_flag, received), console, os.environ
-            )
-            raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if result.stopped else 0)
-        launcher = local_launcher(may_fork=bool(context.obj))
-        result = command.train(config, context.args, world, from_step, launcher, console)
-        show_failure(result)
-        raise typer.Exit(result.exit_code)
+    _run(context, config, from_step, world, only_evaluate=False)
 
 
 def evaluate(
@@ -228,15 +217,24 @@ def evaluate(
     world: WorldOption = None,
 ) -> None:
     """Evaluate a checkpoint of a run: the loss on held-out samples, and tasks. Nothing is trained."""
+    _run(context, config, from_step, world, only_evaluate=True)
+
+
+def _run(
+    context: typer.Context, config: Path, from_step: int | None, world: int | None, *, only_evaluate: bool
+) -> None:
+    """Trains or evaluates as one rank if a launcher says so, else as all ranks of this host."""
     with exit_on_error(context):
         rank_env, command = current_rank(), import_command("train")
         if rank_env is not None:
             received: list[int] = []
             given = rank_env, config, context.args, from_step, partial(stop_flag, received), console
-            command.train_rank(*given, os.environ, only_evaluate=True)
-            raise typer.Exit(128 + received[0] if received else 0)
+            result = command.train_rank(*given, os.environ, only_evaluate=only_evaluate)
+            is_stopped = bool(received) if only_evaluate else result.stopped
+            raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if is_stopped else 0)
         launcher = local_launcher(may_fork=bool(context.obj))
-        result = command.train(config, context.args, world, from_step, launcher, console, only_evaluate=True)
+        given = config, context.args, world, from_step, launcher, console
+        result = command.train(*given, only_evaluate=only_evaluate)
         show_failure(result)
         raise typer.Exit(result.exit_code)
 
