@@ -138,15 +138,11 @@ def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, monkeypatch
     trained = initial_model(load_published(tmp_path / "in").deferred_init)
     usual = export_module._write_tensors
 
-    def shifted(folder, slots, begins, conversions, module, value) -> None:
-        usual(
-            folder,
-            slots,
-            begins,
-            conversions,
-            module,
-            lambda name: value(name).roll(1) if "v_proj" in name else value(name),
-        )
+    def shifted(folder, slots, begins, stored, value) -> None:
+        def moved(name: str) -> torch.Tensor:
+            return value(name).roll(1) if "v_proj" in name else value(name)
+
+        usual(folder, slots, begins, stored, moved)
 
     monkeypatch.setattr(export_module, "_write_tensors", shifted)
     assert not export_model(trained, tmp_path / "out").round_trip.passed
