@@ -104,15 +104,18 @@ def test_one_group_of_tensors_is_held_at_a_time(tmp_path: Path):
     assert max(most) <= 2  # the last one may still be held by the loop
 
 
-def test_a_module_of_anybody_is_written_under_logical_names(tmp_path: Path):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.norm = nn.Embedding(5, 3), nn.BatchNorm1d(3)
-            self.head = nn.Linear(3, 5)
-            self.head.weight = self.embed.weight
+class TiedNet(nn.Module):
+    """A module of nobody in particular: a head with the weight of the embedding, and buffers."""
 
-    made_ = export_model(initial_model(defer_init(Net, 0)), tmp_path / "out", torch.bfloat16)
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(5, 3), nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_a_module_of_anybody_is_written_under_logical_names(tmp_path: Path):
+    made_ = export_model(initial_model(defer_init(TiedNet, 0)), tmp_path / "out", torch.bfloat16)
     assert made_.files == (SINGLE_FILE,)
     assert made_.round_trip.passed
     assert "tensors read back" in str(made_.round_trip)

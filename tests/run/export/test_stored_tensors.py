@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from meshwright.model.loading.deferred_init import defer_init
 from meshwright.model.loading.safetensors_reader import SINGLE_FILE
 from meshwright.run.export.stored_tensors import StoredTensors
 from tests.model.published_models import load_published, published
+from tests.run.export.test_hf_export import TiedNet
 
 
 def test_names_shapes_and_order_are_those_of_the_values_that_are_converted(tmp_path: Path):
@@ -35,14 +35,7 @@ def test_names_shapes_and_order_are_those_of_the_values_that_are_converted(tmp_p
 
 
 def test_a_tie_is_stored_once_and_buffers_keep_their_dtype():
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.norm = nn.Embedding(5, 3), nn.BatchNorm1d(3)
-            self.head = nn.Linear(3, 5)
-            self.head.weight = self.embed.weight
-
-    stored = StoredTensors.of_model(defer_init(Net, 0), lambda name: torch.float32, torch.bfloat16)
+    stored = StoredTensors.of_model(defer_init(TiedNet, 0), lambda name: torch.float32, torch.bfloat16)
     dtypes = {name: each.dtype for name, each in stored.without_values().items()}
     assert "head.weight" not in dtypes
     assert dtypes["embed.weight"] == torch.bfloat16
