@@ -341,9 +341,9 @@ class Trainer:
         )
 
     def weights(self, dtype: torch.dtype | None = None, *, rank: int | None = None) -> WeightSource:
-        """Returns the whole tensors as `export` stores them, one at a time: `for name, tensor in
-        trainer.weights()`, on all ranks. With `rank`, that one alone gets them. Of a peft model these are the
-        tensors of the adapter.
+        """Returns the whole tensors as `export` stores them, one at a time, on all ranks:
+        `for name, tensor in trainer.weights()`. With `rank`, that one alone gets them. Of a peft model these
+        are the tensors of the adapter.
         """
         deferred_init = self.analyzed.deferred_init
         return WeightSource(self.executor, deferred_init, self._weights, dtype, rank)
