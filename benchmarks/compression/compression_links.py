@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +58,7 @@ WINDOWS = {
     100: Window(clean=9, most=12, limit_s=600, warmup=1, threshold=0.5),
     1000: Window(clean=12, most=24, limit_s=240, warmup=2, threshold=0.7),
 }
+CAST_HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 OPENED = ExitStack()  # what a rank has opened, as long as its process lives
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 Tables = tuple[Mapping[str, Any], ...]  # strategies, as in a config
@@ -92,9 +94,10 @@ def our_step(
     endpoint: RendezvousEndpoint,
     mesh: Mesh,
     strategies: Tables,
+    across: str = "dp_replicate",
 ) -> Callable[[], object]:
-    """Builds, in each process of `Ranks`, the step of a plan."""
-    locations[mesh.coordinate(rank)["dp_replicate"]].enter()  # of the copies, one lies on each host
+    """Builds, in each process of `Ranks`, the step of a plan; hosts are divided along the axis `across`."""
+    locations[mesh.coordinate(rank)[across]].enter()
     world = OPENED.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=300))
     workload = "small" if size == HOSTS else "short4"
     return plan_step(workload, mesh, [make_strategy(each) for each in strategies], world)
@@ -106,18 +109,21 @@ def torch_ddp_step(
     *,
     locations: Sequence[NetworkLocation],
     endpoint: RendezvousEndpoint,
-    powersgd: bool,
+    hook: Literal["", "powersgd", "bf16", "fp16"] = "",
 ) -> Callable[[], object]:
-    """Builds the step of torch's DDP, with its PowerSGD hook or without."""
+    """Builds the step of torch's DDP, with one of its communication hooks or without."""
     locations[rank].enter()
     OPENED.enter_context(init_world(FLAT, rank, endpoint=endpoint, timeout_s=300))
 
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
-        if not powersgd:
-            return DistributedDataParallel(model, gradient_as_bucket_view=True)
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1000, gradient_as_bucket_view=True)
-        state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook)
+        if hook == "powersgd":
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1000, gradient_as_bucket_view=True)
+            state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook)
+            return wrapped
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if hook:
+            wrapped.register_comm_hook(None, CAST_HOOKS[hook])
         return wrapped
 
     return torch_step(rank, size, WORKLOADS["small"], wrap)
@@ -152,8 +158,8 @@ def measure_rate(rate_mbit: int, window: Window) -> Rounds:
     with open_hosts(rate_mbit) as open_side:
         sides = [open_side(name, our_step, mesh=FLAT, strategies=each) for name, each in SIDES.items()]
         sides += [open_side("twin", our_step, mesh=FLAT, strategies=DDP)]
-        sides += [open_side("torch ddp", torch_ddp_step, powersgd=False)]
-        sides += [open_side("torch ddp powersgd", torch_ddp_step, powersgd=True)]
+        sides += [open_side("torch ddp", torch_ddp_step)]
+        sides += [open_side("torch ddp powersgd", torch_ddp_step, hook="powersgd")]
         return measure(sides, window)
 
 

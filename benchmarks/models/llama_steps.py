@@ -197,14 +197,17 @@ def deepspeed_zero(
     half: bool = False,
     offload: Sequence[str] = (),
     folder: str = "",
+    options: Mapping[str, object] | None = None,
 ) -> Callable[[], object]:
     """Returns the same step with DeepSpeed's ZeRO over gloo, with its defaults except for the optimizer
-    (torch's fused AdamW; DeepSpeed's CPU Adam where states are offloaded).
+    (torch's fused AdamW; DeepSpeed's CPU Adam where states are offloaded). Without a `store` this process is
+    a rank already.
 
     `half`: in bfloat16, with float32 masters. `offload`: of "optimizer" and "param", to the CPU, or to files
-    in `folder`.
+    in `folder`. `options` are more keys of "zero_optimization".
     """
-    join(rank, size, store)
+    if store:
+        join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
@@ -215,7 +218,7 @@ def deepspeed_zero(
         optimizer = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(groups, **fields)
     else:
         optimizer = torch.optim.AdamW(groups, **fields, fused=True)
-    options = {
+    common = {
         "train_micro_batch_size_per_gpu": spec.batch // size,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
@@ -223,7 +226,8 @@ def deepspeed_zero(
     }
     place = {"device": "nvme", "nvme_path": folder} if folder else {"device": "cpu"}
     offloads = {f"offload_{each}": {**place, "pin_memory": False} for each in offload}
-    config = {**options, "zero_optimization": {"stage": stage, **offloads}}
+    zero = {"stage": stage, **offloads, **(options or {})}
+    config = {**common, "zero_optimization": zero}
     engine, *_ = deepspeed.initialize(
         model=plain, optimizer=optimizer, config=config, dist_init_required=False
     )

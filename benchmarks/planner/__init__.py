@@ -2,7 +2,8 @@
 
 interleaved_device_bench  `bench device`, interleaved with the steps of a plan
 known_estimates           well-known estimates, derived by the planner
-twelve_plans            the plans of `planner_here` and `planner_offload`, as one rank runs them
+twelve_plans            the plans of `planner_here` and of the two beside it, as one rank runs them
+planner_compression       step time and memory of plans with codes on this machine, predicted and measured
 planner_experts           step time of published runs of models with experts, predicted and measured
 planner_fit               whether the planner predicts which published runs fit and which ran out of memory
 planner_here              step time and memory of twelve plans on this machine, predicted and measured

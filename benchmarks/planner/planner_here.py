@@ -19,7 +19,7 @@ device as it was during the run. `as_measured` is the prediction from the bench 
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -163,19 +163,21 @@ def result_of(
     return Result.of(name, claim, values=values, **figures, holds=holds, repeats=15, detail=detail)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Runs the benches, predicts and measures all plans, and writes the result."""
+def predict_and_measure_all(
+    name: str, claim: str, cases: Iterable[str], bytes_bar: float, arguments: Sequence[str]
+) -> None:
+    """Runs the benches, predicts and measures the plans `cases`, and writes the result."""
     quick, only, window = parse(arguments)
     with TemporaryDirectory() as private:
         folder = Path(private)
         run_bench("network", folder, quick=quick)
         run_bench("device", folder, quick=quick)
-        rows = {name: predict_and_measure(name, folder, window) for name in CASES if only in name}
+        rows = {case: predict_and_measure(case, folder, window) for case in cases if only in case}
         if quick or only:
             return
-        machine = {name: (folder / f"{name}.toml").read_text() for name in BENCHES}
-    print(result_of(NAME, CLAIM, rows, BYTES_BAR, machine).write(NAME))
+        machine = {bench: (folder / f"{bench}.toml").read_text() for bench in BENCHES}
+    print(result_of(name, claim, rows, bytes_bar, machine).write(name))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    predict_and_measure_all(NAME, CLAIM, CASES, BYTES_BAR, sys.argv[1:])

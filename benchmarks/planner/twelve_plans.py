@@ -1,5 +1,5 @@
 """Mixed plans of models of some 10 M parameters, as one rank runs them: twelve for `planner_here`, and those
-with offload for `planner_offload`.
+with offload for `planner_offload`, with codes for `planner_compression`.
 
 Four unmodified families of transformers, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
 over the shared memory of ranks of one host. A rank's note is the peak of live bytes of one step, of all
@@ -20,6 +20,13 @@ from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.compression.activation_compression import ActivationCompression
+from meshwright.parallel.compression.codecs.int4 import Int4Compression
+from meshwright.parallel.compression.codecs.int8 import Int8Compression
+from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
+from meshwright.parallel.compression.codecs.sign import SignCompression
+from meshwright.parallel.compression.codecs.topk import TopKCompression
+from meshwright.parallel.compression.quantized_weights import QuantizedWeights
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -99,7 +106,25 @@ OFFLOADED_CASES: Mapping[str, Case] = {
         "gpt2", Mesh(dp_replicate=2), (*DDP_REPLICAS, ActivationOffload())
     ),
 }
-ALL_CASES = {**CASES, **OFFLOADED_CASES}
+COMPRESSED_CASES: Mapping[str, Case] = {
+    "llama, ddp on 2, int8": Case("llama", Mesh(dp_replicate=2), (*DDP_REPLICAS, Int8Compression())),
+    "gpt2, ddp on 2, PowerSGD": Case(
+        "gpt2", Mesh(dp_replicate=2), (*DDP_REPLICAS, PowerSGDCompression(rank=4))
+    ),
+    "bert, ddp on 2, the largest 1 %": Case(
+        "bert", Mesh(dp_replicate=2), (*DDP_REPLICAS, TopKCompression(density=0.01))
+    ),
+    "llama, ZeRO 2 on 2, signs": Case(
+        "llama", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=2), SignCompression()), 4
+    ),
+    "llama, ZeRO 3 on 2, int4, quantized weights": Case(
+        "llama", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=3), QuantizedWeights(), Int4Compression())
+    ),
+    "gpt2, 1F1B on 2, int8 activations": Case(
+        "gpt2", Mesh(pp=2), (Pipeline(schedule="1f1b"), ActivationCompression(codec="int8")), 2
+    ),
+}
+ALL_CASES = {**CASES, **OFFLOADED_CASES, **COMPRESSED_CASES}
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -26,7 +26,7 @@ from meshwright.run.checkpoint.directories import (
     retire_later_checkpoints,
     step_folder,
 )
-from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import checked_manifest, first_valid, open_tensors
 from meshwright.run.checkpoint.distributed_verification import (
     consensus_for_load,
     newest_valid_on_all_ranks,
@@ -38,7 +38,6 @@ from meshwright.run.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     checked_json,
-    read_manifest,
 )
 from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 from meshwright.run.data.eval_samples import EvalHistory
@@ -157,22 +156,22 @@ def newest_usable_step(plan: Plan) -> int:
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     shapes = {f"model/{weight.name}": weight.shape for weight in plan.model_spec.params}
-    finished = [path for step, path in list_step_folders(folder) if path == step_folder(folder, step)]
-    reasons = []
-    for path in finished:
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest.files)
-            saved_run(manifest, path)
-            theirs = {
-                name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
-            }
-            if theirs == shapes:
-                return manifest.step
-            reasons.append(f"{path.name}: it is of another model")
-        except CheckpointError as error:
-            reasons.append(f"{path.name}: {error.diagnostics[0].problem}")
-    return _refuse_all(folder, reasons) if finished else 0
+
+    def manifest_of_this_model(path: Path, step: int) -> Manifest:
+        manifest = checked_manifest(path, step)
+        check_sizes(path, manifest.files)
+        saved_run(manifest, path)
+        entries = manifest.entries.items()
+        if {name: entry.shape for name, entry in entries if name.startswith("model/")} != shapes:
+            fix = "train into another run.folder"
+            raise CheckpointError("it is of another model", fix=fix, location=str(path))
+        return manifest
+
+    _, manifest, rejected = first_valid(folder, list_step_folders(folder), manifest_of_this_model)
+    _, finished = _reasons(rejected)
+    if manifest is None and finished:
+        _refuse_all(folder, finished)
+    return 0 if manifest is None else manifest.step
 
 
 def _find_newest(
@@ -181,15 +180,22 @@ def _find_newest(
     path, manifest, rejected = newest_valid_on_all_ranks(
         folder, consensus, lambda manifest, path: _check_resumable(manifest, executor, path)
     )
-    notes += [
-        f"skipped {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected
-    ]
-    finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
+    reasons, finished = _reasons(rejected)
+    notes += [f"skipped {reason}" for reason in reasons]
     if path is not None and finished:
         notes.append(f"{path.name} is the newest valid checkpoint")
     if manifest is None and finished:
-        _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
+        _refuse_all(folder, finished)
     return manifest
+
+
+def _reasons(rejected: Sequence[tuple[Path, str]]) -> tuple[list[str], list[str]]:
+    """Returns name and reason of all checkpoints that were rejected, and of those whose save had finished."""
+    found = {
+        bad.name: f"{bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
+        for bad, why in rejected
+    }
+    return list(found.values()), [reason for name, reason in found.items() if ".partial-" not in name]
 
 
 def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
