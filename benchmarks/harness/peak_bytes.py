@@ -1,4 +1,4 @@
-"""The peak bytes of tensor storages on one thread, including those that only autograd holds.
+"""The peak bytes of tensor storages, including those that only autograd holds, or a communication thread.
 
     with PeakLive(module.parameters()) as live:        # tensors that exist already
         engine.step(batch)
@@ -6,17 +6,25 @@
 
 After every operation, the storages of its tensors are counted, and storages that were freed are subtracted.
 Scratch memory that an operation allocates and frees within itself is not counted, nor are the tensors of
-other threads. With a `limit` it acts as an allocator without more memory: the operation that exceeds it
+other threads than this one and those of groups that run rounds beside it (comm/backends/comm_thread.py).
+With a `limit` it acts as an allocator without more memory: the operation that exceeds it
 fails.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from meshwright.comm.backends.comm_thread import CommThread
+from meshwright.comm.collectives.group import Work
 
 
 class PeakLive(TorchDispatchMode):
@@ -34,6 +42,7 @@ class PeakLive(TorchDispatchMode):
         self.now = self.peak = 0
         self.limit = limit
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lock, self._patched = Lock(), ExitStack()
         for tensor in known:
             self._count_storage(tensor)
         self._update_peak()
@@ -42,16 +51,41 @@ class PeakLive(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self._count_storage(tensor)
-        self._update_peak()
+        self._count(args, kwargs, out)
         return out
+
+    def __enter__(self) -> Self:
+        submit = CommThread.submit
+
+        def counting_submit(thread: CommThread, function: Callable[[], None]) -> Work:
+            def counted() -> None:
+                with _OnOtherThread(self._count):
+                    function()
+
+            return submit(thread, counted)
+
+        self._patched.enter_context(patch.object(CommThread, "submit", counting_submit))
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, exc, trace)
+        self._patched.close()
 
     def reset_peak(self) -> None:
         """Sets the peak to the bytes that live now."""
-        self._update_peak()
-        self.peak = self.now
+        with self._lock:
+            self._update_peak()
+            self.peak = self.now
+
+    def _count(self, *operands: object) -> None:
+        """Counts the tensors in the operands and results of an operation."""
+        with self._lock:
+            for tensor in tree_leaves(operands):
+                if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                    self._count_storage(tensor)
+            self._update_peak()
 
     def _count_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -68,3 +102,18 @@ class PeakLive(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         if self.limit and self.now > self.limit:
             raise MemoryError(f"{self.now:,} bytes live, and there are {self.limit:,}")
+
+
+class _OnOtherThread(TorchDispatchMode):
+    """Tells `count` the operands and results of each operation of a thread; a mode is of one thread."""
+
+    def __init__(self, count: Callable[..., None]) -> None:
+        super().__init__()
+        self._tell = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._tell(args, kwargs, out)
+        return out

@@ -57,6 +57,7 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, S
+from meshwright.plan.step.memory.memory_names import coded_sum_name, new_states_name
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
 from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
@@ -270,7 +271,7 @@ class GradientCompression(Strategy):
                 scratch[action.name] = action.allocations[-1].name
                 nbytes = sum(sizes[name] for name in action.tensors)
                 if leaves_steps_out(job) and nbytes and action.tensors[0] not in pending:
-                    kept = Allocation(f"new residuals of {action.name}", nbytes)
+                    kept = Allocation(new_states_name(action.name), nbytes)
                     action = replace(action, allocations=(*action.allocations, kept))
                     pending[action.tensors[0]] = kept.name
             elif action.kind == "STEP":
@@ -286,7 +287,7 @@ class GradientCompression(Strategy):
         nbytes, wide = self.scratch_nbytes(coded_sum), residual_dtype(job)
         if transfer.dtype != wide:  # then gradients and residuals are added in a copy
             nbytes += coded_sum.numel * FLOAT_NBYTES[wide]
-        scratch = Allocation(f"codes of {action.name}", nbytes)
+        scratch = Allocation(coded_sum_name(action.name), nbytes)
         return replace(action, transfer=transfer, allocations=(*action.allocations, scratch))
 
 

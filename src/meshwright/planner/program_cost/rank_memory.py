@@ -24,14 +24,14 @@ from meshwright.plan.hardware.memory_tiers import MemoryTier
 from meshwright.plan.plan import Plan, RankPlan
 from meshwright.plan.step.memory.activation_copies import ACTIVATION_COPIES, ACTIVATION_PARTS
 from meshwright.plan.step.memory.activation_files import ACTIVATION_FILE_KINDS
-from meshwright.plan.step.memory.memory_names import is_activation_buffer
+from meshwright.plan.step.memory.memory_names import are_new_states, is_activation_buffer, is_coded_sum
 from meshwright.plan.step.memory.model_states import (
     GroupStates,
     cast_nbytes,
     group_states,
     param_update_nbytes,
 )
-from meshwright.plan.step.program import Action
+from meshwright.plan.step.program import Action, Allocation
 from meshwright.plan.step.single_device_program import ACTIVATION_KINDS
 from meshwright.plan.strategy_state import local_state_nbytes
 
@@ -185,9 +185,8 @@ def peak_nbytes_by_category(
     transient_names = {
         allocation.name
         for action in rank_plan.actions
-        if _is_transient(action)
         for allocation in action.allocations
-        if allocation.tier in tiers and not is_activation_buffer(allocation.name)
+        if allocation.tier in tiers and _ends_in_step(action, allocation)
     }
     persistent = {
         allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
@@ -195,27 +194,27 @@ def peak_nbytes_by_category(
         for allocation in action.allocations
         if allocation.name not in transient_names and allocation.tier in tiers
     }
-    live: dict[str, int] = {}
+    live, coding = dict[str, int](), dict[str, int]()  # coded sums begin one after the other
     for action in rank_plan.actions:
-        live |= {
-            allocation.name: allocation.max_nbytes if at_most else allocation.nbytes
-            for allocation in action.allocations
-            if allocation.name in transient_names
-        }
+        for each in action.allocations:
+            if each.name in transient_names:
+                place = coding if is_coded_sum(each.name) else live
+                place[each.name] = each.max_nbytes if at_most else each.nbytes
         scratch = update if action.kind == "STEP" else 0
-        if sum(live.values()) + scratch > peak.total():
-            peak = Counter(optimizer=scratch)
+        codes = max(coding.values(), default=0)
+        if sum(live.values()) + codes + scratch > peak.total():
+            peak = Counter(optimizer=scratch, buffers=codes)
             for name, nbytes in live.items():
-                peak["gradients" if name.startswith("gradient(") else "activations"] += nbytes
+                peak[_category(name)] += nbytes
         for name in action.frees:
-            live.pop(name, None)
+            (coding if name in coding else live).pop(name, None)
     for name, nbytes in persistent.items():
         peak["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
     peak["buffers"] += cast_nbytes(plan.job, groups) if steps_here else 0
     peak["buffers"] += sum(each.buffers for tier, each in zip(tiers, states, strict=True) if tier == "disk")
     kept = ("parameters", "master", "optimizer_states", "strategy_states")
     found = {
-        **{name: sum(each.as_dict()[name] for each in states) for name in kept},
+        **{name: peak[name] + sum(each.as_dict()[name] for each in states) for name in kept},
         **{name: peak[name] for name in ("gradients", "buffers", "activations", "optimizer")},
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
@@ -223,6 +222,20 @@ def peak_nbytes_by_category(
 
 def _is_transient(action: Action) -> bool:
     return action.kind in TRANSIENT_KINDS or action.stream == "recv"
+
+
+def _ends_in_step(action: Action, allocation: Allocation) -> bool:
+    """Returns whether the memory is given back within each step; other memory lasts once it is there."""
+    name = allocation.name
+    if is_coded_sum(name) or are_new_states(name):
+        return True
+    return _is_transient(action) and not is_activation_buffer(name)
+
+
+def _category(name: str) -> str:
+    if name.startswith("gradient("):
+        return "gradients"
+    return "strategy_states" if are_new_states(name) else "activations"
 
 
 def _gradient_and_buffer_nbytes(plan: RankPlan, tier: MemoryTier) -> tuple[int, int]:
@@ -236,13 +249,13 @@ def _gradient_and_buffer_nbytes(plan: RankPlan, tier: MemoryTier) -> tuple[int, 
         allocation.name: allocation.nbytes
         for action in actions
         for allocation in action.allocations
-        if allocation.name in freed and allocation.tier == tier
+        if allocation.name in freed and allocation.tier == tier and not are_new_states(allocation.name)
     }
     allocated = {
         allocation.name: allocation.nbytes
         for action in actions
         if not _is_transient(action)
         for allocation in action.allocations
-        if allocation.tier == tier
+        if allocation.tier == tier and not _ends_in_step(action, allocation)
     }
     return sum(gradients.values()), sum(nbytes for name, nbytes in allocated.items() if name not in freed)

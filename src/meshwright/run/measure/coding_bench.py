@@ -3,13 +3,14 @@ and how long it encodes, and decodes, weights and activations.
 
 measured    the rounds of an all-reduce of 2^20 elements between the fewest ranks that sum codes, as rank 0
             runs them, with what is owed; messages are not sent: what arrives is what was sent
-codecs      each mode of `compress` with its usual options. One that keeps states of its own (the factors
-            of PowerSGD) takes a time that depends on shapes, and is left out: its seconds stay unknown
+codecs      each mode of `compress` with its usual options, of one matrix of 1024 x 1024: passes over the
+            matrix take most of the time of PowerSGD too, as long as its factors are thin
 one way     "encode int8" and "decode int8" of 2^20 elements, and so on: what activations travel as, and
             (int8) weights
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from statistics import median
 from typing import get_args
 
@@ -18,6 +19,7 @@ import torch
 from meshwright.comm.tuning.allreduce_bench import relative_spread
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.compression.activation_compression import ActivationCompression, CodecName
+from meshwright.parallel.compression.codecs.powersgd import FACTOR, PowerSGDCompression
 from meshwright.parallel.compression.coded_sum import CodedPart, CodedSum
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.parallel.compression.residuals import CodedOperand
@@ -26,7 +28,8 @@ from meshwright.plan.strategy_interface import ActivationCodec
 from meshwright.planner.machine.device_profile import ElementwiseTiming
 from meshwright.run.measure.operation_timer import Operation
 
-NUMEL, AXIS, PARAM = 1 << 20, "dp_replicate", "weight"
+MATRIX, AXIS, PARAM = (1024, 1024), "dp_replicate", "weight"
+NUMEL = prod(MATRIX)
 
 
 def coding_operations(device: torch.device) -> dict[str, Operation]:
@@ -34,11 +37,7 @@ def coding_operations(device: torch.device) -> dict[str, Operation]:
     CODEC" and "decode CODEC", for each codec of activations.
     """
     codecs = (strategy_class() for strategy_class in STRATEGIES[GradientCompression.name].values())
-    sums = {
-        each.mode: _coding(each, device)
-        for each in codecs
-        if isinstance(each, GradientCompression) and type(each).states is GradientCompression.states
-    }
+    sums = {each.mode: _coding(each, device) for each in codecs if isinstance(each, GradientCompression)}
     return sums | {
         f"{way} {name}": operation
         for name in get_args(CodecName)
@@ -63,7 +62,10 @@ def _coding(codec: GradientCompression, device: torch.device) -> Operation:
     gradient, values = torch.randn(NUMEL, device=device), torch.empty(NUMEL, device=device)
     owed, by_param = {PARAM: torch.zeros_like(values)}, {PARAM: values}
     transfer = Transfer("all_reduce", (AXIS,), NUMEL * values.itemsize)
-    coded_sum = CodedSum(transfer, codec.least_ranks, ((CodedPart(PARAM, (NUMEL,), 0, NUMEL, 0),),))
+    coded_sum = CodedSum(transfer, codec.least_ranks, ((CodedPart(PARAM, MATRIX, 0, NUMEL, 0),),))
+    states = {}
+    if isinstance(codec, PowerSGDCompression):
+        states[f"{FACTOR}/{PARAM}"] = torch.randn(codec.rank, MATRIX[1], device=device)
 
     def run() -> None:
         values.copy_(gradient)
@@ -76,6 +78,8 @@ def _coding(codec: GradientCompression, device: torch.device) -> Operation:
             key=0,
             owed=owed,
             kept=owed,
+            before=states,
+            after=states,
             in_residuals=codec.codes_in_residuals,
         )
         operand.add_owed()

@@ -66,3 +66,24 @@ class CastCompression(BlockCodec):
         scales, scaled = split_scales(codes, numel)
         blocks = in_blocks(scaled.view(narrow).to(dtype), BLOCK)
         return (blocks * scales.to(dtype)).view(-1)[:numel]
+
+    def encode_in_place(self, values: torch.Tensor, codes: torch.Tensor, draws: torch.Tensor | None) -> None:
+        if not self._is_plain_cast(values):
+            return super().encode_in_place(values, codes, draws)
+        values.sub_(codes.view(DTYPES[self.dtype]).copy_(values))
+        return None
+
+    def decode_into(self, codes: torch.Tensor, values: torch.Tensor, *, add: bool) -> None:
+        if self.dtype == "float8":
+            return super().decode_into(codes, values, add=add)
+        decoded = codes.view(DTYPES[self.dtype])
+        values.add_(decoded) if add else values.copy_(decoded)
+        return None
+
+    def _is_plain_cast(self, values: torch.Tensor) -> bool:
+        """Whether the codes of `values` are a conversion of torch's; in float16 nothing may be clamped, which
+        would stop a GPU to be known.
+        """
+        if self.dtype == "float16":
+            return not values.is_cuda and bool(values.abs().amax() <= torch.finfo(torch.float16).max)
+        return self.dtype == "bfloat16"

@@ -7,6 +7,8 @@ SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 _SUM = "summed gradient"
 VALUES_NOT_ZERO = "values not zero"  # of results of ReLU that `gist` encodes
 _ACTIVATION_BUFFER = "host activation buffer"
+_CODED_SUM = "codes of the sum"
+_NEW_STATES = "new states of the sum"
 EXPERTS_SCRATCH = "experts scratch"  # that part of it which the choice of experts decides
 
 
@@ -127,6 +129,26 @@ def activation_buffer_name(direction: str, number: int) -> str:
 def is_activation_buffer(name: str) -> bool:
     """Returns whether `name` is that of such a buffer, which lasts from step to step."""
     return name.startswith(_ACTIVATION_BUFFER)
+
+
+def coded_sum_name(action: str) -> str:
+    """Returns the name of the codes that carry the sum of `action`, and of what is added up meanwhile."""
+    return f"{_CODED_SUM} {action}"
+
+
+def is_coded_sum(name: str) -> bool:
+    """Returns whether `name` is that of such codes; a rank runs one of these sums after the other."""
+    return name.startswith(_CODED_SUM)
+
+
+def new_states_name(action: str) -> str:
+    """Returns the name of what a strategy will keep of the sum of `action`, until STEP has decided."""
+    return f"{_NEW_STATES} {action}"
+
+
+def are_new_states(name: str) -> bool:
+    """Returns whether `name` is that of such states."""
+    return name.startswith(_NEW_STATES)
 
 
 def kept_part_name(value: str, microbatch: int | None) -> str:
