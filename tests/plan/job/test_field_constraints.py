@@ -39,6 +39,7 @@ class Table:
     names: tuple[str, ...] = field(default=(), metadata=one_of("red", "green"))
     parts: tuple[Part, ...] = ()
     part: Part = field(default_factory=Part)
+    count: int = 1
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,10 @@ def test_a_constraint_allows_its_values_and_no_others(
             "job.size: size = 0; needed is a whole number of at least 1\n  repair: write size = 4, the def",
         ),
         ({"size": 2.0}, "job.size: size = 2.0; needed is a whole number"),
+        (
+            {"size": True},
+            "job.size: size = True; needed is a whole number of at least 1\n  repair: write size = 4",
+        ),
         ({"share": 2.0}, "job.share: share = 2.0; needed is a number from 0 to 1\n  repair: write 0.5, say"),
         (
             {"axis": "row"},
@@ -110,6 +115,7 @@ def test_defaults_replace_wrong_values_and_a_field_without_one_keeps_its_value()
             {"share": "0.5"},
             "job.share: share = '0.5'; needed is a number\n  repair: write share = 0.5, without quotes",
         ),
+        ({"count": True}, "job.count: count = True; needed is a whole number\n  repair: write count = 1"),
         ({"share": "half"}, "job.share: share = 'half'; needed is a number\n  repair: write share = None"),
         ({"names": "red"}, "job.names: names = 'red'; needed is a tuple\n  repair: write names = ('red',)"),
         (

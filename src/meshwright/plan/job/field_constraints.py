@@ -104,8 +104,8 @@ def _is_instance(value: Any, hint: Any) -> bool:
     if kind is tuple:
         hints = repeat(args[0]) if args[-1] is Ellipsis else args
         return isinstance(value, tuple) and all(map(_is_instance, value, hints))
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, kind) and (not is_dataclass(kind) or has_right_types(value))
 
 
@@ -158,7 +158,8 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
 
 def _is_allowed(item: "Field[Any]", constraint: Constraint, value: Any) -> bool:
     try:
-        return not (item.type is int and not isinstance(value, int)) and constraint.allows(value)
+        is_typed = not (item.type is int and (not isinstance(value, int) or isinstance(value, bool)))
+        return is_typed and constraint.allows(value)
     except TypeError:  # a value of another type in a tuple, which has no order
         return False
 
@@ -178,7 +179,8 @@ def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnosti
     if constraint_of(item) is None:
         kinds[int] = ((int,), "a whole number")
     accepted, needed = kinds.get(plain, ((object,), ""))
-    if isinstance(value, accepted) and not (plain is float and isinstance(value, bool)):
+    is_number = plain in kinds and plain in (int, float)
+    if isinstance(value, accepted) and not (is_number and isinstance(value, bool)):
         return None
     has_default = item.default is not MISSING
     fix = f"write {item.name} = {item.default!r}, the default" if has_default else f"write {needed}"
