@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.comm.collectives.group import ExchangedMessage, World
 from meshwright.parallel.compression.codecs.topk import SAMPLE, TopKCompression, largest, magnitudes
 from meshwright.parallel.compression.coded_sum import CodedSum
@@ -18,6 +19,7 @@ from tests.parallel.compression.coded_plans import (
     coded_plan,
     coded_sum,
     decoded,
+    job_of,
     samples,
 )
 from tests.tiny_model import case_of, verdict_of
@@ -289,3 +291,10 @@ def test_momentum_that_cannot_be_exact_is_refused(options: dict, told: str):
     with pytest.raises(PlanError, match=told) as refused:
         coded_plan(TopKCompression(momentum=0.5, **options), **job)
     assert all(each.fix for each in refused.value.diagnostics)
+
+
+def test_momentum_on_one_rank_is_refused_with_the_repair():
+    codec = TopKCompression(momentum=0.5)
+    with pytest.raises(PlanError, match="one rank along dp_replicate codes nothing") as refused:
+        mw.make_plan(ANALYZED, job_of(codec), mw.Mesh(), (mw.BatchSplit(), mw.DDP(), codec))
+    assert "two ranks or more" in str(refused.value)

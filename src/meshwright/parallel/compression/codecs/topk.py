@@ -107,10 +107,14 @@ class TopKCompression(SlicedCodec):
         yield from super().check_combined(sharding)
         trained = [each for each in sharding.param_shardings if each.param.trainable]
         exact = [each.param.name for each in trained if not self._selects(each, sharding)]
-        if self.momentum and exact:
-            text = f"momentum before codes, and {len(exact)} parameters are summed exactly ({exact[0]} ...)"
-            fix = "remove momentum, and set optimizer.momentum; or choose all parameters"
-            yield Diagnostic(text, fix, f"strategies.{self.name}.momentum")
+        if not self.momentum or not exact:
+            return
+        text = f"momentum before codes, and {len(exact)} parameters are summed exactly ({exact[0]} ...)"
+        fix = "remove momentum, and set optimizer.momentum; or choose all parameters"
+        if sharding.mesh.size(self._axis(sharding)) == 1:
+            text = f"momentum before codes, and one rank along {self._axis(sharding)} codes nothing"
+            fix = "remove momentum, and set optimizer.momentum; or use two ranks or more"
+        yield Diagnostic(text, fix, f"strategies.{self.name}.momentum")
 
     def states(self, view: RankView, job: Job) -> Iterable[StateSpec]:
         residuals = tuple(super().states(view, job))
