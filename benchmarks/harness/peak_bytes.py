@@ -68,9 +68,12 @@ class PeakLive(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
     ) -> None:
-        super().__exit__(kind, exc, trace)
+        super().__exit__(exc_type, exc_val, exc_tb)
         self._patched.close()
 
     def reset_peak(self) -> None:
