@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.compression.coded_plans import ANALYZED, coded_plan, job_of
-from tests.tiny_model import executor_of, plan_of, token_samples
+from tests.parallel.compression.coded_plans import ANALYZED, coded_plan, hybrid, job_of
+from tests.parallel.tensor.odd_llama import TOKENS, analyzed_llama, batches
+from tests.tiny_model import executor_of, plan_of, tiny_job, token_samples
 
 BATCH = token_samples(24)
 
@@ -76,6 +78,26 @@ def test_a_step_that_the_guard_leaves_out_keeps_every_bit(arrangement: str, code
         assert all(torch.equal(before[key], after[key]) for key in before)
 
     on_ranks(plan, play)
+
+
+def test_with_a_guard_the_factors_of_matrices_of_other_shards_stay(monkeypatch: pytest.MonkeyPatch):
+    fresh, stepping, (strategies, mesh) = torch.empty_like, set[int](), hybrid(2)
+
+    def unwritten(tensor: torch.Tensor, **how: object) -> torch.Tensor:
+        found = fresh(tensor, **how)
+        return found.fill_(float("nan")) if get_ident() in stepping and found.is_floating_point() else found
+
+    def play(world: World) -> None:
+        analyzed, (batch,) = analyzed_llama(), batches(1, samples=12)
+        job = tiny_job(data=mw.DataConfig("random", sequence=TOKENS), guard=LossGuard("skip", window=2))
+        plan = mw.make_plan(analyzed, job, mesh, (*strategies, PowerSGDCompression(rank=1)))
+        with mw.parallelize(analyzed, plan, world=world) as trainer:
+            stepping.add(get_ident())
+            trainer.step(trainer.local_batch(batch))
+            assert all(each.isfinite().all() for each in states(trainer.executor).values())
+
+    monkeypatch.setattr(torch, "empty_like", unwritten)
+    run_on_threads(play, mesh)
 
 
 @pytest.mark.parametrize("codec", CODECS)

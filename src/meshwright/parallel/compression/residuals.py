@@ -302,9 +302,16 @@ class CodedSums:
             if not self._counts(action):
                 continue
             if self._may_skip and name not in self._pending:
-                self._pending[name] = {key: torch.empty_like(each) for key, each in states.items()}
+                self._pending[name] = {key: _new(key, each) for key, each in states.items()}
             after |= self._pending.get(name, states)
         return before, after
+
+
+def _new(key: str, state: torch.Tensor) -> torch.Tensor:
+    """Returns memory for the new value of a state. A sum writes all of a residual; of others it may write
+    nothing, as where a shard has no element of a matrix.
+    """
+    return torch.empty_like(state) if split_state_key(key)[0] == RESIDUAL else state.clone()
 
 
 class DefinedStates:
