@@ -219,11 +219,12 @@ def train(
 
 def parallel_model(
     model: Callable[[], nn.Module],
-    config: GRPOConfig,
+    config: Any,
     job: mw.Job,
     mesh: mw.Mesh,
     max_prompt_length: int,
     world: Any = None,
+    make_loss: Callable[[Any], mw.Loss] = grpo_loss,
 ) -> mw.Trainer:
     """Returns one rank of `mesh`, ready for `train`; `job.train.batch` answers are one step."""
     example = as_batch(
@@ -232,7 +233,7 @@ def parallel_model(
         {name: [[0.0]] * 2 for name in config.columns},
         max_prompt_length + config.max_completion_length,
     )
-    analyzed = mw.analyze(model, example, loss=grpo_loss(config))
+    analyzed = mw.analyze(model, example, loss=make_loss(config))
     return mw.parallelize(analyzed, mw.make_plan(analyzed, job, mesh), world=world)
 
 

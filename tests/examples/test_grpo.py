@@ -23,6 +23,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 LONGEST = 3
 FLOAT64 = mw.PrecisionConfig(parameters="float64", compute="float64", reduce="float64")
 JOB = mw.Job(train=mw.TrainConfig(steps=9, batch=8), optimizer=mw.OptimizerConfig(lr=1e-2), precision=FLOAT64)
+FLOAT32_JOB = replace(JOB, precision=mw.PrecisionConfig())
 MESHES = {
     "one device": mw.Mesh(),
     "copies": mw.Mesh(dp_replicate=2),
@@ -32,12 +33,18 @@ MESHES = {
     "sequence": mw.Mesh(cp=2),
     "stages and shards": mw.Mesh(pp=2, dp_shard=2),
 }
+SIZES = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 2, "max_position_embeddings": 16}
 
 
 def llama() -> nn.Module:
     """A model whose sizes divide by two."""
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=16))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def steep_llama() -> nn.Module:
+    """With weights so large that each token depends on all before it."""
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.5))
 
 
 def on_ranks(
@@ -45,11 +52,13 @@ def on_ranks(
     use: Callable[..., Any],
     config: GRPOConfig = CONFIG,
     model: Callable[[], nn.Module] = llama,
+    job: mw.Job = JOB,
+    make_loss: Callable[[GRPOConfig], mw.Loss] = grpo.grpo_loss,
 ) -> list[Any]:
     """What `use` returns of the trainer of each rank, as threads."""
 
     def body(world: World) -> Any:
-        with parallel_model(model, config, JOB, mesh, LONGEST, world) as trainer:
+        with parallel_model(model, config, job, mesh, LONGEST, world, make_loss) as trainer:
             return use(trainer)
 
     return run_on_threads(body, mesh)
@@ -98,6 +107,33 @@ def test_the_first_ratio_is_one_and_a_step_is_that_of_one_device(mesh: str):
         assert loss == pytest.approx(expected, rel=0, abs=1e-12)
         assert grad_norm == pytest.approx(alone[3], rel=1e-10)
         assert grad_norm > 0.01
+
+
+def summed_differences(config: GRPOConfig) -> mw.Loss:
+    """A loss: how far log-probabilities of the training forward are from those when tokens were drawn."""
+
+    def total(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logprobs = grpo.token_logprobs(outputs, batch)
+        return ((logprobs - batch["old_logprobs"]).abs() * (batch["labels"] != -100)).sum()
+
+    def count(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (batch["labels"] != -100).sum()
+
+    return mw.Loss(total, count, targets=("labels", *config.columns), is_token_sum=True)
+
+
+@pytest.mark.parametrize(("job", "most"), [(JOB, 1e-12), (FLOAT32_JOB, 2e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize("mesh", ["one device", "copies", "shards"])
+def test_log_probabilities_when_drawn_are_those_of_the_training_forward(mesh: str, job: mw.Job, most: float):
+    """Their differences, summed over all tokens by the loss of a step."""
+
+    def step(trainer: mw.Trainer) -> float:
+        batch = rollout(trainer, PROMPTS[:2], repeats_the_prompt, CONFIG).batch
+        metrics = trainer.step(trainer.local_batch(batch))
+        return metrics.loss * metrics.tokens
+
+    for found in on_ranks(MESHES[mesh], step, CONFIG, steep_llama, job, summed_differences):
+        assert found <= most
 
 
 def curve(trainer: mw.Trainer) -> list[float]:
