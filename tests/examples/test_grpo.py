@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import meshwright as mw
 from examples import grpo
@@ -45,6 +45,12 @@ def llama() -> nn.Module:
 def steep_llama() -> nn.Module:
     """With weights so large that each token depends on all before it."""
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.5))
+
+
+def steep_mixtral() -> nn.Module:
+    """Likewise, with experts."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, num_key_value_heads=2, initializer_range=0.5))
 
 
 def on_ranks(
@@ -123,7 +129,7 @@ def summed_differences(config: GRPOConfig) -> mw.Loss:
 
 
 @pytest.mark.parametrize(("job", "most"), [(JOB, 1e-12), (FLOAT32_JOB, 2e-5)], ids=["float64", "float32"])
-@pytest.mark.parametrize("mesh", ["one device", "copies", "shards"])
+@pytest.mark.parametrize("mesh", ["one device", "copies", "shards", "slices", "stages", "experts"])
 def test_log_probabilities_when_drawn_are_those_of_the_training_forward(mesh: str, job: mw.Job, most: float):
     """Their differences, summed over all tokens by the loss of a step."""
 
@@ -132,7 +138,9 @@ def test_log_probabilities_when_drawn_are_those_of_the_training_forward(mesh: st
         metrics = trainer.step(trainer.local_batch(batch))
         return metrics.loss * metrics.tokens
 
-    for found in on_ranks(MESHES[mesh], step, CONFIG, steep_llama, job, summed_differences):
+    model = steep_mixtral if mesh == "experts" else steep_llama
+    layout = (MESHES | {"experts": mw.Mesh(ep=2)})[mesh]
+    for found in on_ranks(layout, step, CONFIG, model, job, summed_differences):
         assert found <= most
 
 
