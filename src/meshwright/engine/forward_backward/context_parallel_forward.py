@@ -108,6 +108,10 @@ class FullSequenceRunner:
         """Returns the outputs of `run_model` as the loss sees those of all tokens."""
         return outputs
 
+    def local_tokens(self, column: torch.Tensor) -> torch.Tensor:
+        """Returns what `column`, (samples, tokens, ...), has of the tokens that blocks of this rank see."""
+        return column
+
     def full_sequences(self) -> AbstractContextManager[object]:
         """Returns a context in which forwards run as on one device, on all tokens on every rank."""
         return nullcontext()
@@ -219,6 +223,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
 
     def full_outputs(self, outputs: Any, batch: Batch) -> Any:
         return wrap_block_outputs(copy_containers(outputs), self._lengths_of(batch).output_shards)
+
+    def local_tokens(self, column: torch.Tensor) -> torch.Tensor:
+        return self._token_shard(column.shape[1]).take_padded(column, 1)
 
     def _loss_shard(self, outputs: Any, output_shards: OutputShards) -> TokenShard | None:
         """Returns the shard of tokens that the loss reads; None where it reads more than this rank's tokens.

@@ -105,7 +105,10 @@ def evaluation_mode(state: RankState) -> Iterator[None]:
         state.step_rng.forbid_evaluation_draws(),
     ):
         module.eval()
-        yield
+        try:
+            yield
+        finally:
+            state.evaluated_batch = None
 
 
 def no_samples_error() -> PlanError:
@@ -140,6 +143,7 @@ def _outputs(
     for microbatch in microbatches:
         module, inputs = state.trained_module.module, state.loss.model_inputs(microbatch.batch)
         example = state.loss.model_inputs(state.trained_module.dummy_batch)
+        state.evaluated_batch = microbatch.batch
         with explain_forward_errors(module, inputs, example), runner.forward_context(microbatch.batch):
             outputs = runner.run_model(module, inputs)
         yield microbatch, outputs

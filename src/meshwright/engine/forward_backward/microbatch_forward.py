@@ -8,10 +8,13 @@ global samples, and this rank's tokens.
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from meshwright.engine.runtime.mixed_precision import autocast
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import BeforeBlock
+from meshwright.model.recording.router_replay import ROUTED_EXPERTS, replay_routes
 
 
 def run_forward(
@@ -44,3 +47,24 @@ def run_forward(
             tracked, partial(runner.run_model, module, inputs), after_block
         )
         step.final_glue[microbatch] = outputs, glue_call
+
+
+def replay_routes_of_batches(state: RankState) -> None:
+    """Makes experts take the routes that batches contain, if the loss has a column of them: in forwards of a
+    step, whenever they are run again, and in evaluations.
+    """
+    if ROUTED_EXPERTS not in state.loss.targets:
+        return
+    microbatches = {action.name: action.microbatch for action in state.plan.actions}
+
+    def routes() -> torch.Tensor | None:
+        number, batches = microbatches.get(state.current_action), state.step.microbatches
+        if number is None or number >= len(batches):  # outside of a step
+            batch = state.evaluated_batch
+        else:
+            batch = batches[number]
+        column = None if batch is None else batch.get(ROUTED_EXPERTS)
+        return None if column is None else state.sequence_runner.local_tokens(column)
+
+    every = state.plan.sharding.model_spec.experts_calls
+    replay_routes(state.patches.wrap_forward, state.plan.view.model_spec.experts_calls, every, routes)

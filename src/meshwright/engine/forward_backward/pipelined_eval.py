@@ -168,6 +168,7 @@ class PipelinedEvaluation:
                 "glue_shape": evaluation_forward.value_shapes.glue_shape,
             },
         )
+        self._state.evaluated_batch = evaluation_forward.microbatch.batch
         with self._state.sequence_runner.forward_context(evaluation_forward.microbatch.batch):
             call = partial(module, **evaluation_forward.inputs)
             stage_run = run_stage(

@@ -26,9 +26,10 @@ of this rank's stages and slices.
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, zip_longest
 from math import inf
 
 import torch
@@ -37,6 +38,7 @@ from torch import nn
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.generation.generate import gather_diagnostics
 from meshwright.engine.generation.generation_step import Gather, gather_from_ranks
+from meshwright.engine.generation.routed_experts import RouteReplay
 from meshwright.engine.generation.sampling_params import and_more, context_sizes, model_diagnostics
 from meshwright.engine.generation.token_sampler import full_vocabulary
 from meshwright.engine.runtime.rank_state import RankState
@@ -44,6 +46,7 @@ from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.hf.declared_tp_plan import generation_model
 from meshwright.model.loss.token_cross_entropy import get_logits
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
+from meshwright.model.recording.router_replay import route_diagnostics
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL
@@ -66,18 +69,21 @@ class AnswerLogprobs:
 @dataclass(frozen=True)
 class LogprobsRequest:
     """`answers` to `prompts`, token ids; `batch_size` sequences at once on each rank. `gather`: as for
-    `GenerationRequest`.
+    `GenerationRequest`. `routed_experts` of each, as `GeneratedAnswer` has them, are replayed.
     """
 
     prompts: Sequence[Sequence[int]]
     answers: Sequence[Sequence[int]]
     batch_size: int = 8
     gather: Gather = "once"
+    routed_experts: Sequence[torch.Tensor] | None = None
 
     def check(self, state: RankState) -> None:
         """Raises PlanError with all that is wrong with the request, on all ranks alike."""
-        said = repr((self.prompts, self.answers, self.batch_size, self.gather))
-        digest = bytearray(sha256(said.encode()).digest()[:8])
+        said = sha256(repr((self.prompts, self.answers, self.batch_size, self.gather)).encode())
+        for routes in self.routed_experts or ():
+            said.update(str(routes.tolist()).encode())
+        digest = bytearray(said.digest()[:8])
         own = torch.frombuffer(digest, dtype=torch.int64).to(state.world.device)
         if len(set(gather_from_ranks(state.world.group(AXES), own, LOGPROBS_ACTION).flatten().tolist())) > 1:
             text = "the ranks passed different prompts or answers, and logprobs divides them itself"
@@ -106,6 +112,13 @@ class LogprobsRequest:
             text = f"prompt and answer {longer[0]} have {lengths[longer[0]]} tokens before the last"
             text += f"{and_more(longer)}, and the model has {positions} positions"
             yield Diagnostic(text, "leave out the begin of the prompt", LOCATION)
+        if self.routed_experts is not None:
+            calls = state.plan.sharding.model_spec.experts_calls
+            yield from route_diagnostics(calls, LOCATION)
+            sizes = [
+                (length, len(calls), max((call.top_k for call in calls), default=0)) for length in lengths
+            ]
+            yield from _route_size_diagnostics(self.routed_experts, sizes)
 
 
 def answer_logprobs(executor: StepExecutor, request: LogprobsRequest) -> list[AnswerLogprobs]:
@@ -127,12 +140,37 @@ def answer_logprobs(executor: StepExecutor, request: LogprobsRequest) -> list[An
     # ranks may meet in a forward: all run equally many, on one token where there is nothing left
     own += [[]] * (-(-len(batches) // group.size) - len(own))
     found: dict[int, list[float]] = {}
-    with executor.full_param_forwards.generation_forwards(
-        LOGPROBS_ACTION, gather_once=request.gather == "once", run_stages=None
-    ) as vocab_shard:
+    replay = None if request.routed_experts is None else RouteReplay(state)
+    with (
+        executor.full_param_forwards.generation_forwards(
+            LOGPROBS_ACTION, gather_once=request.gather == "once", run_stages=None
+        ) as vocab_shard,
+        nullcontext() if replay is None else replay.context(),
+    ):
         for numbers in own:
+            if replay is not None:
+                replay.set_routes(*_routes_of_batch(request, numbers))
             found |= _batch_logprobs(state, request, numbers, vocab_shard)
     return _gathered(request, found, group, state.world.device)
+
+
+def _route_size_diagnostics(
+    given: Sequence[torch.Tensor], sizes: Sequence[tuple[int, ...]]
+) -> Iterator[Diagnostic]:
+    pairs = list(zip_longest((tuple(each.shape) for each in given), sizes))
+    wrong = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    if wrong is not None:
+        text = f"routed_experts of answer {wrong} have the shape {pairs[wrong][0]}; needed is "
+        text += f"{pairs[wrong][1]}: tokens of prompt and answer before the last, layers with experts, and "
+        text += "experts of a token"
+        fix = "pass for each answer what generate(return_routed_experts=True) returned, in the same order"
+        yield Diagnostic(text, fix, LOCATION)
+
+
+def _routes_of_batch(request: LogprobsRequest, numbers: Sequence[int]) -> tuple[list[torch.Tensor], int]:
+    """Returns the routes of the sequences `numbers`, and the length to which a forward pads them."""
+    routes = [(request.routed_experts or ())[number] for number in numbers]
+    return routes, max(map(len, routes), default=1)
 
 
 def _token_diagnostics(name: str, given: Sequence[Sequence[int]], vocab_size: int) -> Iterator[Diagnostic]:

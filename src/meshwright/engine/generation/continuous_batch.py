@@ -36,6 +36,7 @@ from meshwright.engine.generation.kv_cache import (
     release_unused,
     select_sequences,
 )
+from meshwright.engine.generation.routed_experts import RouteRecorder
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.engine.generation.token_sampler import ABSENT
 
@@ -57,6 +58,7 @@ class GeneratedSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     sampling_logprobs: list[float] = field(default_factory=list)
+    routes: list[torch.Tensor] = field(default_factory=list)  # of all tokens but the newest, if recorded
     state: int = RUNNING
 
     @property
@@ -93,7 +95,8 @@ class SequenceRows(NamedTuple):
 class ContinuousBatch:
     """The sequences of one rank, of which at most `max_num_seqs` run at once.
 
-    `groups` are in order; those of a group have the same prompt, and are at most `max_num_seqs`.
+    `groups` are in order; those of a group have the same prompt, and are at most `max_num_seqs`. `recorder`
+    records the routes of experts.
     """
 
     def __init__(
@@ -102,8 +105,10 @@ class ContinuousBatch:
         groups: Sequence[Sequence[GeneratedSequence]],
         max_num_seqs: int,
         device: torch.device,
+        recorder: RouteRecorder | None = None,
     ) -> None:
         self._forward, self._max_num_seqs, self._device = forward, max_num_seqs, device
+        self._recorder = recorder
         self._waiting = [list(group) for group in groups]
         self._running: SequenceRows | None = None
 
@@ -140,6 +145,11 @@ class ContinuousBatch:
         ids_BL, mask_BL = rows.context.clamp(min=0), (rows.context != ABSENT).long()
         logits_BV, cache = self._forward.next_logits(ids_BL, mask_BL, rows.cache)
         rows = rows._replace(cache=cache)
+        if self._recorder is not None:
+            self._recorder.add_routes(rows.sequences)
+            for first, *others in groups:  # with the same prompt
+                for each in others:
+                    each.routes = list(first.routes)
         if any(len(group) > 1 for group in groups):
             indices = [number for number, group in enumerate(groups) for _ in group]
             rows = _selected(rows, indices)._replace(sequences=[each for group in groups for each in group])

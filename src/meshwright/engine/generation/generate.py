@@ -26,7 +26,8 @@ parameters, and on nothing else.
         ep       what ExpertParallel sends for r tokens, and a sum of 16 bytes to agree
         shards   nothing; once per call (n - 1) S of each shard of S bytes
         callback a sum of 16 bytes along all axes, and one of 16 r along tp and pp
-        at the end of a call  (n - 1) (24 max_new_tokens + 16) bytes per row of a rank
+        at the end of a call  (n - 1) (24 max_new_tokens + 16) bytes per row of a rank; with routes of experts
+                 4 layers k bytes more for each of the longest prompt and answer, and a sum of these along pp
 
 Memory: with gather="once" all weights of this rank's stages and slices; in both cases keys and values of
 max_num_seqs sequences, of the heads and layers of this rank: 2 layers x sequences x tokens x heads x head dim
@@ -34,6 +35,7 @@ elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -59,6 +61,7 @@ from meshwright.engine.generation.generation_step import (
     extend_sequences,
     gather_from_ranks,
 )
+from meshwright.engine.generation.routed_experts import RouteRecorder
 from meshwright.engine.generation.sampling_params import (
     LOCATION,
     FinishReason,
@@ -69,6 +72,7 @@ from meshwright.engine.generation.sampling_params import (
 )
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import StepExecutor
+from meshwright.model.recording.router_replay import route_diagnostics
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.sharding.mesh import AXES
 
@@ -92,7 +96,7 @@ class GenerationRequest:
     `gather`: sharded weights are gathered "once" for all tokens, or each "block" in every forward. `decode`
     makes text of token ids, in which stop strings are looked for. `on_token` is called with each token.
     `num_fitting_seqs` is the number of the longest sequences whose cache fits on this rank; None if it is not
-    known.
+    known. With `return_routed_experts` answers have the routes of their tokens.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -102,6 +106,7 @@ class GenerationRequest:
     decode: Decode | None = None
     on_token: OnToken | None = None
     num_fitting_seqs: int | None = None
+    return_routed_experts: bool = False
 
     def check(self, state: RankState) -> bool:
         """Raises PlanError with all that is wrong with the request, on all ranks alike. Returns whether what
@@ -131,6 +136,8 @@ class GenerationRequest:
             fix = f"pass max_num_seqs={num_fitting_seqs}" if num_fitting_seqs >= most else fix
             diagnostics.append(Diagnostic(text, fix, LOCATION))
         diagnostics += gather_diagnostics(self.gather, LOCATION)
+        if self.return_routed_experts:
+            diagnostics += route_diagnostics(state.plan.sharding.model_spec.experts_calls, LOCATION)
         raise_diagnostics(diagnostics)
         return is_called
 
@@ -154,15 +161,17 @@ class _Generation:
         self._step = GenerationStep(executor, request.gather)
         agreeing = AXES if is_called else self._step.meeting_axes
         self._agreeing_group = executor.state.world.group(agreeing) if agreeing else None
+        self._recorder = RouteRecorder(executor.state) if request.return_routed_experts else None
         self._error: Exception | None = None  # of what the caller passed, on this rank
         self._num_failed_ranks = 0
 
     def answers(self) -> list[GeneratedAnswer]:
         """Returns the answers of all ranks."""
         groups_by_rank, step = self._groups_by_rank(), self._step
-        with step.forwards() as forward:
-            groups = groups_by_rank[step.group.index]
-            batch = ContinuousBatch(forward, groups, self._request.max_num_seqs, self._state.world.device)
+        recording = nullcontext() if self._recorder is None else self._recorder.recording()
+        with step.forwards() as forward, recording:
+            groups, device = groups_by_rank[step.group.index], self._state.world.device
+            batch = ContinuousBatch(forward, groups, self._request.max_num_seqs, device, self._recorder)
             while self._goes_on(batch):
                 if batch.has_work or step.forwards_meet:
                     rows, chosen = step.run(batch)
@@ -255,16 +264,28 @@ class _Generation:
         ids, logprobs = ids.to(device), logprobs.to(device)
         self._step.share_logprobs(logprobs)
         ids, logprobs = (gather_from_ranks(self._step.group, each) for each in (ids, logprobs))
-        answers = []
+        routes = self._gathered_routes(own, most)
+        answers = list[GeneratedAnswer]()
         for rank, sequences in enumerate(sequences_by_rank):
-            for sequence, (how, count, *tokens), (full, drawn) in zip(
-                sequences, ids[rank].tolist(), logprobs[rank].tolist(), strict=False
-            ):
+            for row, sequence in enumerate(sequences):
+                (how, count, *tokens), (full, drawn) = ids[rank, row].tolist(), logprobs[rank, row].tolist()
                 if how == NOT_FINITE:
                     raise _not_finite(sequence.prompt_number, len(sequence.prompt) + count)
                 shortened = FINISH_REASONS[how], tuple(full[:count]), tuple(drawn[:count])
-                answers.append(GeneratedAnswer(tuple(tokens[:count]), *shortened))
+                routed = None if routes is None else routes[rank, row, : len(sequence.prompt) + count - 1]
+                answers.append(GeneratedAnswer(tuple(tokens[:count]), *shortened, routed))
         return answers
+
+    def _gathered_routes(self, own: list[GeneratedSequence], most: int) -> torch.Tensor | None:
+        """Returns the routes of all ranks of the group, (ranks, most, tokens, layers, k), if they are
+        recorded.
+        """
+        if self._recorder is None:
+            return None
+        pairs = zip(self._request.prompts, self._request.params, strict=True)
+        longest = max(len(prompt) + params.max_new_tokens - 1 for prompt, params in pairs)
+        routes = self._recorder.padded_routes(own, most, longest, GENERATE_ACTION)
+        return gather_from_ranks(self._step.group, routes)
 
 
 def gather_diagnostics(gather: str, location: str) -> Iterator[Diagnostic]:
@@ -279,7 +300,12 @@ def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tu
     sequences fit on all of them.
     """
     params = list(request.params)
-    said = repr((list(map(list, request.prompts)), params, request.max_num_seqs, request.gather))
+    said = repr(
+        (
+            list(map(list, request.prompts)), params, request.max_num_seqs, request.gather,
+            request.return_routed_experts,
+        )
+    )  # fmt: skip
     digest = int.from_bytes(sha256(said.encode()).digest()[:8], "little", signed=True)
     is_called = request.on_token is not None or any(each.stop_strings for each in params)
     fitting = -1 if request.num_fitting_seqs is None else request.num_fitting_seqs

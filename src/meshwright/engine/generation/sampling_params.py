@@ -75,12 +75,15 @@ class GeneratedAnswer:
     and "abort" where `on_token` returned False. Of each token, `logprobs` has the logarithm of its
     probability in the model's distribution, the softmax of its logits; `sampling_logprobs` that in the
     distribution that it was drawn from, after penalty, temperature and restrictions: 0 for a greedy one.
+    `routed_experts`, where these were asked for, has the experts that each token of the prompt and the answer
+    but the last has gone through: int32 (prompt + tokens - 1, layers with experts, experts of a token).
     """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[float, ...]
     sampling_logprobs: tuple[float, ...]
+    routed_experts: torch.Tensor | None = field(default=None, compare=False)
 
 
 def as_token_ids(prompt: Sequence[int] | torch.Tensor, number: int, name: str = "prompt") -> list[int]:

@@ -273,6 +273,7 @@ class RankState:
     num_load_counts: int = 0  # of experts, in a step (plan/sharding/expert_load.py)
     # whether every rank has all tokens where a step shards them (sequence_parallel): forwards of one token
     has_whole_tokens: bool = False
+    evaluated_batch: Batch | None = None  # the microbatch of a forward outside of steps
     compiled_graphs: CompiledGraphs | None = None  # of its blocks; None: no strategy compiles them
     copies: DeviceCopies = field(init=False)
     host_memory: HostMemory = field(init=False)

@@ -26,7 +26,7 @@ from meshwright.engine.forward_backward.evaluation import (
     evaluate,
 )
 from meshwright.engine.forward_backward.graph_cut_check import needs_graph_cuts
-from meshwright.engine.forward_backward.microbatch_forward import run_forward
+from meshwright.engine.forward_backward.microbatch_forward import replay_routes_of_batches, run_forward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.forward_backward.step_rng import StepRNG
 from meshwright.engine.losses.batch_sums import BatchSums
@@ -139,9 +139,9 @@ class StepExecutor:
         for owner, strategy in zip(owners, plan.strategies, strict=True):
             bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))
         count_expert_load(state)
+        replay_routes_of_batches(state)
         state.patches.apply_wrappers()
-        in_place = plan.view.model_spec.writes_in_place
-        blocks = state.trained_module.blocks
+        in_place, blocks = plan.view.model_spec.writes_in_place, state.trained_module.blocks
         state.driver = ForwardDriver(blocks, in_place=in_place, cut_graph=needs_graph_cuts(plan))
         if not plan.sharding.block_calls_by_pp_rank:  # stages shard the blocks that they run
             state.sequence_runner.shard_blocks_of(state.driver)

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
-from meshwright.plan.job.errors import PlanError
+from meshwright.model.recording.router_replay import ROUTED_EXPERTS, replay_diagnostics
+from meshwright.plan.job.errors import PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]
@@ -71,7 +72,8 @@ class AuxiliaryLoss:
 class Loss:
     """A loss: `total(outputs, batch)` is a scalar sum, and the global sum of `count(batch)` divides it.
 
-    `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the
+    `targets` are the keys of the batch that are not passed to the model; with "routed_experts" among them,
+    forwards replay these routes (recording/router_replay.py). `count` sees the batch before the
     forward, and is a sum over samples, whole numbers or not, never below 0. `count_tokens(batch)` is the
     number of tokens in metrics; None where that is the count. With `whole_batch`, `total` gets the outputs of
     all samples of the global batch, and of the batch its targets. `vocab_parallel` computes it on sharded
@@ -146,7 +148,11 @@ class Loss:
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:
-    """Raises PlanError when `loss` is not of the kind for which `plan` was made."""
+    """Raises PlanError when `loss` is not of the kind for which `plan` was made, and when it reads routes of
+    experts that the plan cannot replay.
+    """
+    if ROUTED_EXPERTS in loss.targets:
+        raise_diagnostics(replay_diagnostics(plan.sharding))
     if loss.whole_batch != plan.model_spec.needs_global_batch:
         kinds = {True: "one of the whole batch", False: "a sum over samples"}
         text = (

@@ -7,5 +7,6 @@ model_operations     the torch calls of the model's code, by which runs and bloc
 parameter_dtype      which tensors have the dtype of the parameters, whatever that is
 plain_lookups        which embeddings are more than a lookup of rows of their weight
 expert_choices       which experts tokens choose in a forward, and which token chooses others
+router_replay        a forward takes the experts that were recorded in another one
 op_table             what kind each torch operation is, and how dims map: every analysis asks this table
 """

@@ -72,13 +72,8 @@ class Trainer:
         analyzed: AnalyzedModel,
         oom_advisor: AbstractContextManager[object],
     ) -> None:
-        self.plan, self.executor, self.world, self.analyzed, self.oom_advisor = (
-            plan,
-            executor,
-            world,
-            analyzed,
-            oom_advisor,
-        )
+        self.plan, self.executor, self.world = plan, executor, world
+        self.analyzed, self.oom_advisor = analyzed, oom_advisor
         self._weights = WeightIteration(executor)
         self._warned = False  # of a step that changed nothing, or whose numbers are not finite
         # the last step, if its numbers were late: checked with the next one
@@ -172,6 +167,7 @@ class Trainer:
         gather: Gather = "once",
         tokenizer: Decoder | None = None,
         on_token: OnToken | None = None,
+        return_routed_experts: bool = False,
     ) -> list[GeneratedAnswer]:
         """Returns `n` answers to each of `prompts`, token ids, in order and on every rank; all ranks call it.
 
@@ -180,7 +176,8 @@ class Trainer:
         first token, which needs memory for all weights of this rank's stages, or each "block" in every
         forward. `tokenizer` makes text for `stop_strings`.
         `on_token(index, token)` is called with each token of answer `index` on the ranks that continue it;
-        False ends the answer, and an error ends all ranks. Nothing is trained.
+        False ends the answer, and an error ends all ranks. With `return_routed_experts` answers have the
+        experts of each token (model/recording/router_replay.py). Nothing is trained.
         """
         self._begin_call()
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
@@ -189,7 +186,8 @@ class Trainer:
         limits = [with_valid_fields(params).max_new_tokens for params in each]
         longest = max((len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)), default=0)
         fitting = self.num_fitting_seqs(longest - 1, gather)
-        request = GenerationRequest(ids, each, max_num_seqs, gather, decode, on_token, fitting)
+        how = (max_num_seqs, gather, decode, on_token, fitting, return_routed_experts)
+        request = GenerationRequest(ids, each, *how)
         with self.oom_advisor:
             return generate(self.executor, request)
 
@@ -200,15 +198,18 @@ class Trainer:
         *,
         batch_size: int = 8,
         gather: Gather = "once",
+        routed_experts: Sequence[torch.Tensor] | None = None,
     ) -> list[AnswerLogprobs]:
         """Returns the log-probability of each token of `answers`, one to each of `prompts`, in order and on
-        every rank; all ranks call it. In eval mode and without gradients; for the rest as `generate`.
+        every rank; all ranks call it. In eval mode and without gradients; for the rest as `generate`. The
+        `routed_experts` that `generate` returned with each answer are replayed.
         """
         self._begin_call()
         asked = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
         given = [as_token_ids(answer, number, "answer") for number, answer in enumerate(answers)]
         with self.oom_advisor:
-            return answer_logprobs(self.executor, LogprobsRequest(asked, given, batch_size, gather))
+            request = LogprobsRequest(asked, given, batch_size, gather, routed_experts)
+            return answer_logprobs(self.executor, request)
 
     def num_fitting_seqs(self, num_tokens: int, gather: Gather = "once") -> int | None:
         """Returns for the keys and values of how many sequences of `num_tokens` tokens this rank has the

@@ -5,15 +5,18 @@ optimizer that steps it.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from meshwright.engine.generation.routed_experts import replay_context
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.forward_errors import explain_forward_errors
 from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.pipeline.rounded_values import RoundedValues
+from meshwright.model.recording.router_replay import ROUTED_EXPERTS
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
@@ -69,7 +72,7 @@ def loss_of(
     """Returns the loss of `batch`, which are the `rows` of the global batch (None: all)."""
     inputs = parity_case.loss.model_inputs(batch)
     with explain_forward_errors(subject.module, inputs, parity_case.loss.model_inputs(subject.dummy_batch)):
-        run = partial(subject.module, **inputs)
+        run = partial(_run_with_routes, subject, batch, partial(subject.module, **inputs))
         if rounded is not None:
             run = partial(rounded.run, subject.module, subject.blocks, run, rows)
         if rng is None:
@@ -84,6 +87,15 @@ def loss_of(
     return parity_case.loss.whole_total(outputs, batch) / (
         parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     )
+
+
+def _run_with_routes(subject: TrainedModule, batch: Batch, run: Callable[[], Any]) -> Any:
+    """Returns what `run` returns with the routes of experts that `batch` contains, if it does."""
+    if ROUTED_EXPERTS not in batch:
+        return run()
+    calls = subject.model_spec.experts_calls
+    with replay_context(subject.module, calls, calls, lambda: batch[ROUTED_EXPERTS]):
+        return run()
 
 
 def exact_loss_of(
