@@ -10,7 +10,7 @@
 
 Rollout, log-probabilities and step use one engine, one plan and one copy of the weights: the tokens are drawn
 by the numbers that the training forward computes, so the first ratio is 1. The text is a function of seed and
-weights: the rewards are the same on any number of ranks, and a run that resumes repeats them.
+weights: the rewards are the same on any number of ranks, and a run that resumes repeats them, bit by bit.
 
 The names are those of TRL's GRPOTrainer. The mean over all tokens is its `loss_type="dapo"`, which is what a
 loss of this library is: a sum over tokens, and the count that divides it. The reference model has weights of
@@ -23,9 +23,11 @@ Papers: Shao et al. 2024, arXiv 2402.03300, section 4.1 (GRPO); Yu et al. 2025, 
 Schulman 2020, joschu.net/blog/kl-approx.html (the estimate of KL).
 """
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,36 +148,51 @@ def rollout(
     reward_func: RewardFunc,
     config: GRPOConfig,
     reference: mw.Trainer | None = None,
+    file: Path | None = None,
 ) -> Rollout:
     """Returns num_generations answers to each of `prompts` with their rewards, the same on every rank.
 
     `reward_func` is called on every rank with all answers, so that it may use all ranks; what it returns on
-    rank 0 counts, so that it may draw random numbers.
+    rank 0 counts, so that it may draw random numbers. `file`, in a folder of all ranks, has what was drawn
+    and rewarded if it is there; else it is written.
     """
     asked = [prompt for prompt in prompts for _ in range(config.num_generations)]
-    seed = config.seed + trainer.steps_done  # other answers in each rollout, the same after a resume
-    params = mw.SamplingParams(
-        config.max_completion_length,
-        n=config.num_generations,
-        do_sample=True,
-        seed=seed,
-        stop_token_ids=config.stop_token_ids,
-    )
-    at_once = max(trainer.plan.micro_batch, config.num_generations)
-    answers = trainer.generate(prompts, params, max_num_seqs=at_once)
-    completions = [answer.tokens for answer in answers]
-    returned = list(reward_func(asked, completions))
-    rewards = torch.tensor(returned, dtype=torch.float64, device=trainer.world.device)
-    trainer.world.group(AXES).broadcast(rewards, source=0, action="REWARDS").wait()
-    advantages = group_advantages(rewards, config).tolist()
+    is_saved = file is not None and file.exists()  # before any rank draws, and so before one has drawn
+    drawn = json.loads(file.read_text()) if is_saved else draw(trainer, prompts, reward_func, config)
+    if file is not None and not is_saved and trainer.world.rank == 0:
+        file.with_suffix(".partial").write_text(json.dumps(drawn))
+        file.with_suffix(".partial").rename(file)
+    completions, rewards = drawn["completions"], torch.tensor(drawn["rewards"], dtype=torch.float64)
+    advantages = zip(group_advantages(rewards, config).tolist(), completions, strict=True)
     columns = {
-        "advantages": [[each] * len(tokens) for each, tokens in zip(advantages, completions, strict=True)],
-        "old_logprobs": [answer.logprobs for answer in answers],
+        "advantages": [[each] * len(tokens) for each, tokens in advantages],
+        "old_logprobs": drawn["logprobs"],
     }
     if config.beta:
         columns["ref_logprobs"] = reference_logprobs(trainer, reference, asked, completions)
     num_tokens = max(map(len, prompts)) + config.max_completion_length
     return Rollout(asked, completions, rewards, as_batch(asked, completions, columns, num_tokens))
+
+
+def draw(
+    trainer: mw.Trainer, prompts: Sequence[Tokens], reward_func: RewardFunc, config: GRPOConfig
+) -> dict[str, Any]:
+    """Returns the completions, their log-probabilities and their rewards, the same on every rank."""
+    params = mw.SamplingParams(
+        config.max_completion_length,
+        n=config.num_generations,
+        do_sample=True,
+        seed=config.seed + trainer.steps_done,  # other answers in each rollout, the same after a resume
+        stop_token_ids=config.stop_token_ids,
+    )
+    at_once = max(trainer.plan.micro_batch, config.num_generations)
+    answers = trainer.generate(prompts, params, max_num_seqs=at_once)
+    completions = [answer.tokens for answer in answers]
+    returned = reward_func([prompt for prompt in prompts for _ in range(params.n)], completions)
+    rewards = torch.tensor(list(returned), dtype=torch.float64, device=trainer.world.device)
+    trainer.world.group(AXES).broadcast(rewards, source=0, action="REWARDS").wait()
+    logprobs = [answer.logprobs for answer in answers]
+    return {"completions": completions, "logprobs": logprobs, "rewards": rewards.tolist()}
 
 
 def reference_logprobs(
@@ -200,19 +217,28 @@ def train(
     config: GRPOConfig,
     steps: int,
     reference: mw.Trainer | None = None,
+    folder: Path | None = None,
 ) -> list[float]:
     """Trains until `steps` steps are done; returns the mean reward of each rollout, the same on every rank.
 
-    A rollout has as many prompts as fill the batch of the plan, in turn. A checkpoint between two rollouts
-    (trainer.save) is all that a run needs to resume.
+    A rollout has as many prompts as fill the batch of the plan, in turn. With `folder`, each is saved there
+    as soon as it is drawn, and a checkpoint after its steps; a run that was killed goes on there.
     """
     curve, num_prompts = [], trainer.plan.job.train.batch // config.num_generations
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = [] if folder is None else sorted(folder.glob(f"step-{'[0-9]' * 8}"))
+    if checkpoints and not trainer.steps_done:
+        trainer.load(checkpoints[-1])
     while trainer.steps_done < steps:
-        first = trainer.steps_done // config.num_iterations * num_prompts
-        chosen = [prompts[(first + index) % len(prompts)] for index in range(num_prompts)]
-        found = rollout(trainer, chosen, reward_func, config, reference)
-        for _ in range(config.num_iterations):
+        number, done = divmod(trainer.steps_done, config.num_iterations)
+        chosen = [prompts[(number * num_prompts + index) % len(prompts)] for index in range(num_prompts)]
+        file = None if folder is None else folder / f"rollout-{number:08}.json"
+        found = rollout(trainer, chosen, reward_func, config, reference, file)
+        for _ in range(done, config.num_iterations):
             trainer.step(trainer.local_batch(found.batch))
+        if folder is not None:
+            trainer.save(folder)
         curve.append(found.rewards.mean().item())
     return curve
 

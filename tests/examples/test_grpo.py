@@ -1,5 +1,9 @@
 """The example of reinforcement learning: its loss, its first ratio, its rewards, what it learns."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +190,74 @@ def test_a_run_that_resumes_between_two_rollouts_repeats_every_bit(tmp_path: Pat
         assert one == other
         assert len(one) == 2
         assert all(torch.equal(value, repeated[name]) for name, value in values.items())
+
+
+def train_in(folder: Path) -> Callable[[mw.Trainer], tuple[list[float], dict[str, torch.Tensor]]]:
+    """Returns a function of a trainer: eight steps, two on each rollout; the rewards and the parameters."""
+    config = replace(CONFIG, num_iterations=2)
+
+    def use(trainer: mw.Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
+        found = train(trainer, PROMPTS, repeats_the_prompt, config, 8, folder=folder)
+        return found, trainer.executor.gather_parameters()
+
+    return use
+
+
+def be_killed(folder: Path) -> None:
+    """Trains until the process is killed, in the middle of the third rollout; for a process of its own."""
+    own, calls = mw.Trainer.generate, []
+
+    def generate(trainer: mw.Trainer, *args: Any, **how: Any) -> Any:
+        calls.append(trainer)
+        is_third = len(calls) > 2 * 2  # two ranks
+        tokens = iter(range(5))
+
+        def on_token(index: int, token: int) -> None:
+            if next(tokens, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return own(trainer, *args, **how, on_token=on_token if is_third else None)
+
+    mw.Trainer.generate = generate
+    on_ranks(MESHES["shards"], train_in(folder))
+
+
+def test_a_run_that_is_killed_in_a_rollout_resumes_and_repeats_every_bit(tmp_path: Path):
+    script = f"from tests.examples.test_grpo import *; be_killed(Path({str(tmp_path / 'killed')!r}))"
+    how = {"cwd": Path(__file__).parents[2], "timeout": 240, "capture_output": True}
+    killed = subprocess.run([sys.executable, "-c", script], **how, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
+    assert sorted(each.name for each in (tmp_path / "killed").iterdir()) == [
+        *("rollout-00000000.json", "rollout-00000001.json", "step-00000002", "step-00000004"),
+    ]
+    whole = on_ranks(MESHES["shards"], train_in(tmp_path / "whole"))
+    resumed = on_ranks(MESHES["shards"], train_in(tmp_path / "killed"))
+    for (curve, values), (rest, repeated) in zip(whole, resumed, strict=True):
+        assert curve[2:] == rest
+        assert all(torch.equal(value, repeated[name]) for name, value in values.items())
+    files = [(tmp_path / name / "rollout-00000003.json").read_bytes() for name in ("whole", "killed")]
+    assert files[0] == files[1]
+
+
+def test_a_rollout_that_is_saved_is_neither_drawn_nor_rewarded_again(tmp_path: Path):
+    config = replace(CONFIG, num_iterations=2)
+
+    def stopped(trainer: mw.Trainer) -> torch.Tensor:
+        found = rollout(trainer, PROMPTS[:2], drawn_rewards, config, file=tmp_path / "rollout-00000000.json")
+        trainer.step(trainer.local_batch(found.batch))
+        trainer.save(tmp_path)
+        return found.rewards
+
+    def drawn_rewards(prompts: Any, completions: Any) -> list[float]:
+        return torch.rand(len(completions)).tolist()  # no ranks and no runs draw the same
+
+    def resumed(trainer: mw.Trainer) -> tuple[list[float], int]:
+        rewards = train(trainer, PROMPTS, lambda *given: pytest.fail("rewarded"), config, 2, folder=tmp_path)
+        return rewards, trainer.steps_done
+
+    before = on_ranks(MESHES["shards"], stopped)
+    assert torch.equal(*before)
+    assert on_ranks(MESHES["shards"], resumed) == [([before[0].mean().item()], 2)] * 2
 
 
 def test_the_reference_is_the_model_before_training_as_frozen_weights():
