@@ -63,6 +63,7 @@ _MODULES = {
     "meshwright.parallel.memory.partitioned_activations": ("PartitionedActivations",),
     "meshwright.parallel.memory.memory_budget": ("MemoryBudget",),
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
+    "meshwright.parallel.observer.observer": ("Observer",),
     "meshwright.parallel.outer.diloco": ("DiLoCo",),
     "meshwright.parallel.outer.local_sgd": ("LocalSGD",),
     "meshwright.parallel.outer.streaming_diloco": ("StreamingDiLoCo",),

@@ -220,7 +220,7 @@ def plan_diagnostics(plan: Plan, args: TrainingArguments, job: Job) -> Iterator[
             yield Diagnostic(text, fix, "args")
     if plan.sharding.num_servers:
         text = "a plan in which some ranks only serve, and have no samples"
-        fix = "write dedicated = false in parameter_server; leave embedding_host out"
+        fix = "write dedicated = false in parameter_server; leave embedding_host and observer out"
         yield Diagnostic(text, fix, "strategies")
     if plan.sharding.primary_rank_axes:
         text = "a plan in which one rank reads the samples of others"

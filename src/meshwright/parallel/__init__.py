@@ -9,6 +9,7 @@ pipeline    layers: pipeline schedules and PipeDream
 compression fewer bytes: gradients and activations that travel as codes
 outer       sites that train apart and meet in rounds: local SGD, DiLoCo
 server      ranks that keep and step parameters for others: parameter servers, synchronous or not
+observer    ranks that run a function of the user on the weights, and train nothing
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload;
             compiled blocks
 """
@@ -48,6 +49,7 @@ from meshwright.parallel.memory.tiers.activation_offload import ActivationOffloa
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
+from meshwright.parallel.observer.observer import Observer
 from meshwright.parallel.outer.diloco import DiLoCo
 from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
@@ -84,6 +86,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         ParameterServer,
         StaleServer,
         EmbeddingHost,
+        Observer,
         TensorParallel,
         TensorParallel2D,
         TensorParallel25D,

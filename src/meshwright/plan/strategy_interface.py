@@ -99,6 +99,17 @@ class ActivationCodec(ABC):
         """
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a function of the user has returned on the observer of this number, from 0, for the weights that
+    `version` steps have made: tensors of any shape, by name.
+    """
+
+    version: int
+    observer: int
+    tensors: "Mapping[str, torch.Tensor]"
+
+
 SUM_SLOT = "sum"
 
 

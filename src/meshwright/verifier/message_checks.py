@@ -19,14 +19,15 @@ it; and no action waits for one that does not run in the same step, unless it wa
 
 Where one rank steps a parameter for others, its gradients go to that rank, and its values come from there.
 Where servers have the rows of a parameter, they answer pulls and pushes in the order of the workers: else
-rows of one table are sent as those of another.
+rows of one table are sent as those of another. Where ranks observe the weights, workers show each parameter
+once, behind STEP, in one order.
 
 What else is summed, and how it is coded, is not visible in a program: that is for parity. A stream that
 copies within a rank takes transfers without messages, and no other stream does.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, zip_longest
 from types import MappingProxyType
@@ -93,11 +94,7 @@ def check_rows(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
         if not plan.view.is_server and backward not in push.waits:
             yield f"{push.name} does not wait for {backward}, which makes its gradient"
     if calls and plan.view.is_server:
-        needed = [each.name for each in plan.program.roles[0].actions if each.kind in ROW_KINDS]
-        pairs = zip_longest([each.name for each in moves], needed, fillvalue="nothing")
-        one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-        if one != other:
-            yield f"it comes to {one}, and its workers to {other}"
+        yield from _other_order(plan, moves, ROW_KINDS)
     for action in actions if calls and not plan.view.is_server else ():
         for name in calls if action.kind in FORWARD_KINDS else ():
             own = [
@@ -106,6 +103,37 @@ def check_rows(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
             if action.subject == calls[name] and own != list(ROW_KINDS):
                 found = " and ".join(own) or "nothing"
                 yield f"{action.name} looks up rows of {name}, and {found} moves these: pull, then push them"
+
+
+def _other_order(plan: RankPlan, moves: Sequence[Action], kinds: Collection[str]) -> Iterator[str]:
+    """Yields where a rank that serves comes to other `moves` than its workers, of the same `kinds`."""
+    needed = [each.name for each in plan.program.roles[0].actions if each.kind in kinds]
+    pairs = zip_longest([each.name for each in moves], needed, fillvalue="nothing")
+    one, other = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    if one != other:
+        yield f"it comes to {one}, and its workers to {other}"
+
+
+def check_observers(plan: RankPlan, actions: Sequence[Action]) -> Iterator[str]:
+    """Yields parameters that workers do not show once, or before they are stepped, and observers that do not
+    follow the order of the workers, or answer without observing.
+    """
+    kinds = ("SHOW", "ANSWER")
+    moves = [each for each in actions if each.kind in kinds] if plan.sharding.has_observers else []
+    if plan.sharding.has_observers and plan.view.is_server:
+        yield from _other_order(plan, moves, kinds)
+        yield from (
+            f"{each.name} does not wait for OBSERVE" for each in moves[-1:] if "OBSERVE()" not in each.waits
+        )
+    elif plan.sharding.has_observers:
+        shows = [each for each in moves if each.kind == "SHOW"]
+        for show in shows:
+            if not any(wait.startswith("STEP(") for wait in transitive_waits(actions, show)):
+                yield f"{show.name} does not wait for STEP: it shows the weights of the step before"
+        found = Counter(name for each in shows for name in each.tensors)
+        for name in (each.param.name for each in plan.view.param_shardings):
+            if found[name] != 1:
+                yield f"{name} is shown to observers {found[name]} times in a period, and needs to be once"
 
 
 def check_message_order(plan: Plan, role: Role) -> Iterator[str]:

@@ -237,7 +237,7 @@ def rank_batch(sample: Batch, plan: Plan, rank: int) -> Batch:
 
 def traced_steps(plan: Plan, num_steps: int) -> tuple[int, ...]:
     """Returns the numbers of the steps that a trace runs: the first ones, and the next that ends a round."""
-    steps, period = tuple(range(num_steps)), plan.program.period
+    steps, period = tuple(range(num_steps)), plan.program.longest_period
     if period is None or any(map(period.ends_with, steps)):
         return steps
     return (*steps, next(step for step in count(num_steps) if period.ends_with(step)))

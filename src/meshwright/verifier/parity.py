@@ -95,7 +95,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     subject = parity_case.make_trained_module()
     comparison.values("initial value", 0, on_cpu(subject.parameters), reference.initial_values)
     world.ledger.is_recording = True
-    state = RankState(subject, world, parity_case.loss, arrivals=reference.arrivals)
+    state = RankState(subject, world, parity_case.loss, arrivals=reference.arrivals, observed_weights={})
     executor = StepExecutor(
         _with_compare_action(parity_case.plan.for_rank(world.rank)),
         state,
@@ -124,6 +124,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             comparison.number("grad norm", metrics.grad_norm, truth.grad_norm)
             comparison.values("parameter", step, comparison.parameters(), truth.parameters)
             comparison.biases(subject.module, truth)
+            comparison.observed_weights(state, truth)
             report.num_steps += 1
         report.digests = {name: _digest(each) for name, each in comparison.parameters().items()}
     finally:
@@ -201,9 +202,8 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
                 f"{reports[0].num_steps}"
             )
         for quantity in COMPARED_QUANTITIES if report.num_steps else ():
-            if quantity not in report.max_errors and (
-                quantity != "gradient" or plan.is_primary_rank(report.rank)
-            ):
+            has_gradients = plan.is_primary_rank(report.rank) and plan.rank_view(report.rank).param_groups
+            if quantity not in report.max_errors and (quantity != "gradient" or has_gradients):
                 yield f"rank {report.rank} compared no {quantity}"
 
 
@@ -354,6 +354,13 @@ class _RankComparison:
             known = truth.biases.get(bias.buffer)
             if known is not None and not torch.equal(module.get_buffer(bias.buffer).cpu(), known):
                 self._add_difference("parameter", bias.buffer, bias.block_call, None)
+
+    def observed_weights(self, state: RankState, truth: ReferenceStep) -> None:
+        """Compares the weights that a function of the user has seen after the step on this rank, if any."""
+        if state.observed_weights:
+            held, self._held = self._held, frozenset(state.observed_weights)
+            self.values("parameter", self.step, on_cpu(state.observed_weights), truth.parameters)
+            self._held, state.observed_weights = held, {}
 
     def parameters(self) -> TensorsByName:
         """Returns the parameters that the rank has."""

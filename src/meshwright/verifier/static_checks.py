@@ -33,6 +33,7 @@ from meshwright.plan.step.weight_stashing import version_conflicts
 from meshwright.verifier.message_checks import (
     check_message_order,
     check_messages,
+    check_observers,
     check_owners,
     check_rounds,
     check_rows,
@@ -70,6 +71,7 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
             check_streams(role.actions),
             check_rounds(rank_plan, role.actions),
             check_rows(rank_plan, role.actions),
+            check_observers(rank_plan, role.actions),
         )
         found += [(f"program.{role.name}", text) for texts in checks for text in texts]
     found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]

@@ -65,6 +65,7 @@ from tests.paper_model import SyntheticModel
 from tests.parallel.embedding.host_plans import host_plan
 from tests.parallel.expert import test_loss_free_balancing
 from tests.parallel.expert.mixture_model import analyzed_mixtral, expert_strategies, sgd_job
+from tests.parallel.observer.observer_plans import observer_plan
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
 from tests.tiny_model import analyzed_model, tiny_job
@@ -315,6 +316,7 @@ def all_programs() -> list[Plan]:
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
         make_plan(analyzed_model(), tiny_job(), Mesh(outer=4), (StaleServer(),)),
+        observer_plan(),
         host_plan(),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(ep=3), expert_strategies()),
         make_plan(analyzed_mixtral(), sgd_job(), Mesh(tp=2), (ExpertTensorParallel(),)),

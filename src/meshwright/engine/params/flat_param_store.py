@@ -46,7 +46,7 @@ class FlatParamStore:
             roles[r] for r in ("parameters", "reduce", "gradients", "master")
         )
         # buffers are of its kind: on its device, fake where it is
-        self._example_param = next(iter(state.trained_module.parameters.values()))
+        self._example_param = state.trained_module.example_param
         self._buffers: dict[str, torch.Tensor] = {}
         self.by_param_group: dict[str, FlatParam] = {}
         # the norm's, of this rank's shards or of all

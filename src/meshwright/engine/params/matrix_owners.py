@@ -57,7 +57,7 @@ class MatrixOwners:
             tuple[str, ...], list[dict[str, _ParamSlice]]
         ] = {}  # by axes, of every rank along them
         # no memory: shards come and go
-        self._example_param = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
+        self._example_param = state.trained_module.example_param.detach().new_empty(0)
         self._gradients: dict[str, torch.Tensor] = {}
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}

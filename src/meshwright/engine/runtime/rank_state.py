@@ -26,7 +26,7 @@ from meshwright.plan.plan import RankPlan
 from meshwright.plan.sharding.expert_load import ExpertLoad
 from meshwright.plan.sharding.tensor_placements import TOKEN_DIM
 from meshwright.plan.step.program import Action
-from meshwright.plan.strategy_interface import ActivationCodec, ObservedCodes, ObservedSum
+from meshwright.plan.strategy_interface import ActivationCodec, Answer, ObservedCodes, ObservedSum
 
 if TYPE_CHECKING:  # the parts, which receive the state, lie in the layers above
     from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
@@ -167,6 +167,13 @@ class TrainedModule:
         )
 
     @property
+    def example_param(self) -> nn.Parameter:
+        """One of the parameters; of a rank that has none of its own, of the module. What is made like it is
+        on the device of all others, and fake where they are.
+        """
+        return next(iter(self.parameters.values() or self.module.parameters()))
+
+    @property
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The logical parameters that receive gradients."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
@@ -267,6 +274,9 @@ class RankState:
     # workers, in the order in which this server takes their gradients: those that are given, and behind them
     # those that have come, for the verifier; None: it does not ask
     arrivals: list[int] | None = None
+    # the weights that a function of the user has seen on this rank, for the verifier; None: it does not ask
+    observed_weights: dict[str, torch.Tensor] | None = None
+    answers: tuple[Answer, ...] = ()  # of observers, to the last weights that they have seen
     activation_codecs: dict[str, ActivationCodec] = field(default_factory=dict)
     # what a server does in a forward of its workers outside of a step, by the action; None: nothing
     serve_forward: Callable[[str], None] | None = None

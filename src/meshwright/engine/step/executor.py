@@ -164,6 +164,7 @@ class StepExecutor:
         self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
         self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
         self._period, self.is_in_round = plan.program.period, False  # in a round: sites may differ
+        self._has_periods = bool(plan.program.periods)
         clips = (i for i, action in enumerate(plan.actions) if action.kind == "CLIP")
         self._first_clip = next(clips, len(plan.actions))
 
@@ -240,7 +241,7 @@ class StepExecutor:
         self.state.end_step()
 
     def _entries_of_step(self) -> Sequence[ResolvedAction]:
-        if self._period is None:
+        if not self._has_periods:
             return self._entries
         return [entry for entry in self._entries if entry[0].runs_in(self.steps_done)]
 

@@ -6,8 +6,12 @@
 
 A tensor is loaded in place, so a technique may keep what it was given. One that a checkpoint lacks begins
 anew; one of another shape, under this plan, is refused.
+
+What observers have answered has a shape that is known at run time: workers save it as
+"state/observer/VERSION/OBSERVER/NAME", whatever it is.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -18,7 +22,10 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensors.counter_rng import derive_key, fill_normal_
 from meshwright.model.tensors.lazy_mapping import read_region, strip_prefix, tensor_shape
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.strategy_interface import Answer
 from meshwright.plan.strategy_state import STATE_PREFIX, StateSpec
+
+ANSWER_PREFIX = f"{STATE_PREFIX}observer/"
 
 
 class StrategyTensors:
@@ -44,10 +51,15 @@ class StrategyTensors:
 
     def state_dict(self) -> dict[str, SavedTensor]:
         """Returns what this rank saves: full values that every rank has, or its part of a tensor."""
+        answers = (
+            (f"{ANSWER_PREFIX}{each.version}/{each.observer}/{name}", tensor)
+            for each in self._state.answers
+            for name, tensor in each.tensors.items()
+        )
         return {
             f"{STATE_PREFIX}{name}": self._saved(self._specs[name], tensor)
             for name, tensor in self._tensors.items()
-        }
+        } | {name: TensorShard(each.reshape(-1), 0, tuple(each.shape)) for name, each in answers}
 
     def load_state_dict(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Loads this rank's parts of what all ranks have saved, full tensors by name, maybe as another plan.
@@ -60,6 +72,7 @@ class StrategyTensors:
                 self._fill(name, tensor)
                 if entry in saved:
                     self._load(entry, spec, tensor, saved)
+        self._state.answers = () if self._state.plan.view.is_server else _answers(saved)
 
     def begin_at_parameters(self) -> None:
         """Makes what begins at the parameters begin at the present ones, and ends what is under way."""
@@ -149,3 +162,13 @@ class StrategyTensors:
         """Returns the first element of this rank's shard of the parameter, and their number."""
         shard = self._state.flat_params.param_shard(spec.param)
         return (0, 0) if shard is None else (shard.begin, shard.numel)
+
+
+def _answers(saved: Mapping[str, torch.Tensor]) -> tuple[Answer, ...]:
+    """Returns the answers of observers in a checkpoint, in the order of the observers."""
+    found = defaultdict[tuple[int, int], dict[str, torch.Tensor]](dict)
+    for entry in saved:
+        if entry.startswith(ANSWER_PREFIX):
+            version, observer, name = entry.removeprefix(ANSWER_PREFIX).split("/")
+            found[int(version), int(observer)][name] = saved[entry]
+    return tuple(Answer(*key, found[key]) for key in sorted(found))

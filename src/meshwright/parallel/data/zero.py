@@ -219,7 +219,8 @@ class ZeRO(Strategy):
     ) -> Action:
         first, parameters = param_group.params[0], job.precision.parameters
         dtype, nbytes = first.dtype_for(parameters), flat_param_spec.shard_numel * first.itemsize(parameters)
-        transfer = Transfer("all_gather", flat_param_spec.axes, nbytes, dtype=dtype)
+        members = flat_param_spec.member_indices
+        transfer = Transfer("all_gather", flat_param_spec.axes, nbytes, dtype=dtype, member_indices=members)
         return Action(
             "UNSHARD",
             f"{param_group.name}{what}",

@@ -232,6 +232,11 @@ class ShardingPlan:
         return (*range(self.num_workers), owner_index)
 
     @cached_property
+    def has_observers(self) -> bool:
+        """Whether the ranks that only serve step nothing, and see the weights of the others at times."""
+        return bool(self.num_servers) and not (self.has_owners or self.params_on_servers)
+
+    @cached_property
     def params_on_servers(self) -> tuple[ParamSharding, ...]:
         """The parameters whose rows lie on the ranks that only serve."""
         return tuple(each for each in self.param_shardings if each.rows_on_servers)
@@ -282,8 +287,8 @@ class ShardingPlan:
 
     @cached_property
     def grad_norm_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks update different elements, so that no rank alone knows the gradient
-        norm.
+        """The axes along which ranks update different elements, or none, so that some do not know the
+        gradient norm alone.
         """
         sliced = {
             axis
@@ -291,7 +296,7 @@ class ShardingPlan:
             if each.param.trainable
             for axis in each.grad_layout.axes_with("S")
         }
-        return in_mesh_order({*sliced, *self.stage_axes})
+        return in_mesh_order({*sliced, *self.stage_axes, *([self.server_axis] if self.has_observers else [])})
 
     @cached_property
     def param_slice_axes(self) -> tuple[str, ...]:
@@ -372,12 +377,13 @@ class ShardingPlan:
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
                 first, param = group.param_shardings[0], group.params[0]
-                has_rows, members = first.rows_on_servers, self.served_indices(first.owner_index)
+                has_rows, workers = first.rows_on_servers, self.sum_members(axes)
+                members = self.served_indices(first.owner_index) or workers
                 found[group.name] = FlatParamSpec.build(
                     group.name,
                     group.params,
                     axes,
-                    self.num_servers if has_rows else self.mesh.group_size(axes),
+                    self.num_servers if has_rows else len(workers) or self.mesh.group_size(axes),
                     first.shard_alignment,
                     full_numels,
                     self.align_numel,
@@ -389,8 +395,8 @@ class ShardingPlan:
 
     def sum_members(self, axes: Iterable[str]) -> tuple[int, ...]:
         """Returns the indices along `axes` of the ranks that sum gradients: workers; empty: all."""
-        has_rows = self.params_on_servers and self.server_axis in axes
-        return tuple(range(self.num_workers)) if has_rows else ()
+        is_apart = self.has_observers or self.params_on_servers
+        return tuple(range(self.num_workers)) if is_apart and self.server_axis in axes else ()
 
     def packed_numel(self, params: Iterable[ParamSpec]) -> int:
         """Returns the elements of a bucket of `params`, the padding behind each included."""

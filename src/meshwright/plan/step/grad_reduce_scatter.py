@@ -108,9 +108,12 @@ class GradReduceScatter:
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
         spec, nbytes = self.flat_param_specs[param_group.name], self._nbytes(param_group)
-        transfer = Transfer("reduce_scatter", spec.axes, nbytes, dtype=self.reduce_dtype)
+        members = spec.member_indices
+        transfer = Transfer(
+            "reduce_scatter", spec.axes, nbytes, dtype=self.reduce_dtype, member_indices=members
+        )
         if spec.owner_index is not None:
-            transfer = ordered_reduce(transfer, spec.owner_index, spec.member_indices)
+            transfer = ordered_reduce(transfer, spec.owner_index, members)
         return Action(
             "REDUCE", param_group.name, microbatch, "comm", tuple(waits), param_group.names, transfer
         )

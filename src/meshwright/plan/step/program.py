@@ -186,13 +186,15 @@ def neighbour_indices(index: int, num_neighbours: int, stride: int = 1) -> tuple
 @dataclass(frozen=True)
 class Period:
     """Rounds of `num_steps` steps. Each of the first `warmup_steps` steps is a round, and the last of the
-    `run_steps` steps of the run ends one. With an `offset`, the first one ends after that many steps.
+    `run_steps` steps of the run ends one. With an `offset`, the first one ends after that many steps. They
+    are `of_sites` that train apart, or of ranks that train together, some of which act seldom.
     """
 
     num_steps: int
     warmup_steps: int = 0
     run_steps: int = 0
     offset: int = 0
+    of_sites: bool = True
 
     def ends_with(self, step: int) -> bool:
         """Returns whether a round ends with `step`, counted from 0."""
@@ -359,10 +361,12 @@ class Program:
 
         Where parts of the model meet at offsets of their own, that is the whole run.
         """
-        longest = max(self.periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
-        if longest is None or not any(each.offset for each in self.periods):
-            return longest
-        return Period(longest.run_steps, run_steps=longest.run_steps)
+        return _longest([each for each in self.periods if each.of_sites])
+
+    @property
+    def longest_period(self) -> Period | None:
+        """Likewise of all rounds, those of ranks that train together too."""
+        return _longest(self.periods)
 
     @property
     def periods(self) -> tuple[Period, ...]:
@@ -396,6 +400,13 @@ class Program:
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """Returns this program with `change` applied to the list of every role."""
         return Program(tuple(replace(role, actions=tuple(change(list(role.actions)))) for role in self.roles))
+
+
+def _longest(periods: Collection[Period]) -> Period | None:
+    longest = max(periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
+    if longest is None or not any(each.offset for each in periods):
+        return longest
+    return Period(longest.run_steps, run_steps=longest.run_steps)
 
 
 def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:

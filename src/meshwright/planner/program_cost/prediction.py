@@ -102,7 +102,7 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
             target.threads_per_rank,
         )
     step_s, roles = step_breakdown(program, costs, shared_cores)
-    round_end_s, period = None, program.period
+    round_end_s, period = None, program.longest_period
     if period is not None:
         round_end_s, weight = step_s, 0.0
         between_s = step_breakdown(program.with_ends(()), costs, shared_cores)[0]

@@ -100,6 +100,9 @@ KIND_TEXTS = {
     "GIVE": "send parameters to the workers that may go on",
     "PULL_ROWS": "send ids to hosts, and the rows of these to workers",
     "PUSH_ROWS": "send the gradients of rows to their hosts, which add them",
+    "SHOW": "send weights to observers",
+    "OBSERVE": "call the function of the user with the weights",
+    "ANSWER": "send what it has returned to all workers",
     "NOISE_SCALE": "estimate the gradient noise scale",
     "ROUND_TOTALS": "add loss and counts of the step to those of the round",
     "ROUND_SUM": "sum loss and counts of the round over the sites",
@@ -121,7 +124,7 @@ KINDS_WITH_SUBJECT = (
     *("PACK_ROUND", "AVERAGE", "OUTER_REDUCE", "END_ROUND"),
     *("PACK_ROUND_SITE", "AVERAGE_SITE", "END_ROUND_SITE"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
-    *("PUSH", "PULL", "TAKE", "GIVE", "PULL_ROWS", "PUSH_ROWS"),
+    *("PUSH", "PULL", "TAKE", "GIVE", "PULL_ROWS", "PUSH_ROWS", "SHOW"),
 )
 
 

@@ -36,6 +36,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.strategy_interface import Answer
 from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
@@ -88,6 +89,11 @@ class Trainer:
     def steps_done(self) -> int:
         """The number of global steps taken, those before a resume included."""
         return self.executor.steps_done
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """What observers have returned for the weights that they saw last, in their order; () at first."""
+        return self.executor.state.answers
 
     def step(self, batch: object, *, stop: bool = False) -> Metrics:
         """Trains one global step on this rank's samples (see `local_batch`); returns the same metrics on

@@ -1,0 +1,11 @@
+"""The bandit learns the best arm, and its observer draws with the weights of the last step."""
+
+from examples import bandit
+from meshwright.testing.ranks import run_on_threads
+
+
+def test_the_best_arm_is_learnt_on_all_workers():
+    chances = run_on_threads(bandit.train, bandit.MESH)
+    best = bandit.REWARDS.argmax()
+    assert chances[0] == chances[1]
+    assert chances[0][best] > 0.8
