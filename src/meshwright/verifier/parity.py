@@ -201,9 +201,11 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
                 f"rank {report.rank} compared {report.num_steps} steps and rank {reports[0].rank} "
                 f"{reports[0].num_steps}"
             )
+        exempt = ("gradient",) if not plan.is_primary_rank(report.rank) else ()
+        if not plan.rank_view(report.rank).param_shardings:  # an observer: it compares what it sees
+            exempt = ("initial value", "gradient")
         for quantity in COMPARED_QUANTITIES if report.num_steps else ():
-            has_gradients = plan.is_primary_rank(report.rank) and plan.rank_view(report.rank).param_groups
-            if quantity not in report.max_errors and (quantity != "gradient" or has_gradients):
+            if quantity not in (*report.max_errors, *exempt):
                 yield f"rank {report.rank} compared no {quantity}"
 
 
@@ -234,11 +236,9 @@ def _replica_drift(report: RankReport, other: RankReport, held: frozenset[str]) 
         for name in {**other.digests, **report.digests}
         if name in held and report.digests.get(name) != other.digests.get(name)
     ]
-    return (
-        Difference(max(0, report.num_steps - 1), "replica", names[0], "", None, report.rank)
-        if names
-        else None
-    )
+    if not names:
+        return None
+    return Difference(max(0, report.num_steps - 1), "replica", names[0], "", None, report.rank)
 
 
 def _uncounted_rows(report: RankReport, plan: Plan) -> Difference | None:
@@ -429,11 +429,8 @@ def _with_compare_action(plan: RankPlan) -> RankPlan:
         edited = []
         for action in actions:
             if action.kind == "CLIP" or (action.kind == "STEP" and action.microbatch is not None):
-                edited.append(
-                    Action(
-                        "COMPARE", microbatch=action.microbatch, waits=action.waits, tensors=action.tensors
-                    )
-                )
+                found = Action("COMPARE", "", action.microbatch, waits=action.waits, tensors=action.tensors)
+                edited.append(found)
             edited.append(action)
         return edited
 
@@ -462,6 +459,5 @@ def _max_error(errors: Iterable[float]) -> float:
 
 
 def _digest(parameter: torch.Tensor) -> str:
-    return sha256(
-        parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return sha256(values.numpy().tobytes()).hexdigest()

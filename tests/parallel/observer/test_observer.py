@@ -8,9 +8,11 @@ import torch
 import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.observer.observations import AnswerForm
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
+from meshwright.report.terminal.action_table import plan_summary
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
@@ -129,6 +131,8 @@ def test_every_rank_holds_the_planned_bytes(store: str):
     numel = sum(-(-each.numel // 2) * 2 for each in plan.sharding.param_groups)
     assert state_bytes(plan, 2).total == 0
     assert peak_nbytes(plan, 2) == 8 * numel  # the weights, from SHOW to OBSERVE
+    said = plan_summary(plan)["observers"]
+    assert said.startswith(f"rank 2 sees the weights after every step, {format_nbytes(8 * numel)}")
 
 
 @pytest.mark.parametrize(("store", "end"), [("ddp", 3), ("ddp", 4), ("zero 2", 3)])

@@ -199,6 +199,8 @@ def expected_text(plan: Plan) -> str:
     more = sum(size.at_most - size.expected for size in sizes)
     if not sizes:
         return ""
+    if plan.sharding.has_observers:
+        return " at most: an answer may be shorter"
     what = "the rows that are looked up" if plan.sharding.params_on_servers else "the choice of experts"
     verb = "decide" if plan.sharding.params_on_servers else "decides"
     return f" expected, at most {format_nbytes(more)} more: {what} {verb}"
@@ -245,6 +247,20 @@ def hosted_rows_text(plan: Plan) -> dict[str, str]:
     more = [f"{len(shown) - MAX_SHOWN_RANKS} more"] if len(shown) > MAX_SHOWN_RANKS else []
     text = f"on the hosts, rank {ranks}: {', '.join([*shown[:MAX_SHOWN_RANKS], *more])}"
     return {"rows": f"{text}; workers pull those that a microbatch looks up"}
+
+
+def observers_text(plan: Plan) -> dict[str, str]:
+    """Returns a row that says when ranks see the weights, and what arrives there then; {} if none does."""
+    if not plan.sharding.has_observers:
+        return {}
+    (period,) = plan.program.periods
+    ranks = ", ".join(str(rank) for rank in range(plan.mesh.world_size) if plan.is_server(rank))
+    shows = [action for action in plan.program.roles[0].actions if action.kind == "SHOW"]
+    sent = sum(move.nbytes for action in shows for move in action.sent_transfers)
+    nbytes = sent * plan.sharding.num_workers // plan.sharding.num_servers
+    when = "step" if period.num_steps == 1 else f"{period.num_steps} steps"
+    text = f"rank {ranks} sees the weights after every {when}, {format_nbytes(nbytes)}, and nothing between"
+    return {"observers": f"{text}; what is sent per step is that of a step in which it sees them"}
 
 
 def rounds_text(plan: Plan) -> dict[str, str]:
