@@ -12,7 +12,7 @@ from meshwright.parallel.observer.observations import AnswerForm, WorkerRank
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
-from meshwright.plan.strategy_interface import Answer, Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.observer.observer_plans import FILE, observer, observer_plan, run
 from tests.tiny_model import analyzed_model, case_of, edited, tiny_job, verdict_of
@@ -184,19 +184,20 @@ def test_an_answer_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch):
         run(observer_plan())
 
 
-def test_answers_in_the_order_of_arrival_are_told_from_those_in_the_order_of_observers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def answers() -> list[tuple[Answer, ...]]:
-        return run(observer_plan(observers=observer(observers=2)), range(1))[0].answers
+def test_answers_in_the_order_of_arrival_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    def are_in_order() -> bool:
+        worker, *observers = [run_of for at, run_of in enumerate(run(plan, range(1))) if at != 1]
+        flat = worker.weights[0].numel()
+        taken = [8 * (flat + len(each.tensors["rows"])) for each in worker.answers[0]]
+        return taken == [each.counts[0]["answer"] for each in observers]
 
-    in_order, usual = answers(), WorkerRank.take
-
-    def in_order_of_arrival(self: WorkerRank, action: Action) -> None:
+    def take(self: WorkerRank, action: Action) -> None:
         usual(self, action)
-        state = self._exchange.state
-        state.answers = tuple(replace(each, observer=at) for at, each in enumerate(reversed(state.answers)))
+        arrived = reversed(self._exchange.state.answers)
+        numbered = (replace(each, observer=at) for at, each in enumerate(arrived))
+        self._exchange.state.answers = tuple(numbered)
 
-    monkeypatch.setattr(WorkerRank, "take", in_order_of_arrival)
-    (expected,), (found,) = in_order, answers()
-    assert [len(each.tensors["rows"]) for each in found] != [len(each.tensors["rows"]) for each in expected]
+    plan, usual = observer_plan(observers=observer(observers=2)), WorkerRank.take
+    assert are_in_order()
+    monkeypatch.setattr(WorkerRank, "take", take)
+    assert not are_in_order()
