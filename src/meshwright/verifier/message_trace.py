@@ -251,7 +251,7 @@ def compare_trace(plan: RankPlan, rank_trace: RankTrace) -> Iterator[Diagnostic]
     reported: set[str] = set()
     for step, issued, counts in zip(rank_trace.numbers, rank_trace.steps, rank_trace.counts, strict=True):
         planned = planned_messages(plan, counts=counts, step=step)
-        for action, text in (*count_problems(plan, counts), *_differences(planned, issued)):
+        for action, text in (*count_problems(plan, counts, step), *_differences(planned, issued)):
             if text not in reported:
                 reported.add(text)
                 yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {step + 1}", TRACE_FIX, action)

@@ -161,9 +161,13 @@ class PlannedMessages:
         return plan.for_rank(rank)
 
 
-def count_problems(plan: RankPlan, counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yields the action and the problem for each count that is missing in `counts`, or exceeds its plan."""
-    for action in plan.actions:
+def count_problems(
+    plan: RankPlan, counts: Mapping[str, int], step: int | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields the action and the problem for each count that is missing in `counts`, or exceeds its plan: of
+    all actions, or of those that run in `step`, from 0.
+    """
+    for action in (each for each in plan.actions if step is None or each.runs_in(step)):
         for size in dict.fromkeys(_runtime_sizes(action)):
             if size.count not in counts:
                 yield action.name, f"{action.name} depends on '{size.count}', and no such count was recorded"

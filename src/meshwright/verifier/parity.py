@@ -243,7 +243,7 @@ def _replica_drift(report: RankReport, other: RankReport, held: frozenset[str]) 
 
 def _uncounted_rows(report: RankReport, plan: Plan) -> Difference | None:
     for step, counts in enumerate(report.counts):
-        for _, problem in count_problems(plan.for_rank(report.rank), counts):
+        for _, problem in count_problems(plan.for_rank(report.rank), counts, step):
             return Difference(step, "ledger", problem, "", None, report.rank)
     return None
 
