@@ -55,7 +55,7 @@ WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and fre
 # kinds that use the parameters of their block
 PARAM_USE_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS, "B", "I", "W")
 # kinds that allocate activations, and gradients that are not kept, beside those that receive them
-ACTIVATION_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD", "PULL_ROWS", "SHOW")
+ACTIVATION_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD", "PULL_ROWS")
 OBSERVER_KINDS = ("SHOW", "OBSERVE", "ANSWER")  # kinds of ranks that see weights, and step none
 # servers' too
 EVERY_RANK_KINDS = (
