@@ -42,7 +42,8 @@ def train(world: World | None = None, steps: int = 60) -> list[float]:
     batch = {"context": torch.ones(PULLS, 1), "arm": torch.arange(PULLS) % 3, "reward": torch.zeros(PULLS)}
     analyzed = mw.analyze(Policy, batch, loss=loss)
     observer = mw.Observer(f"{__file__}:choose", every=1, answers=("arm:int64", "reward:float32"))
-    job = mw.Job(train=mw.TrainConfig(steps, PULLS), optimizer=mw.OptimizerConfig("sgd", lr=1.0))
+    sgd = mw.OptimizerConfig("sgd", lr=1.0, weight_decay=0.0)
+    job = mw.Job(train=mw.TrainConfig(steps, PULLS), optimizer=sgd)
     plan = mw.make_plan(analyzed, job, MESH, (mw.BatchSplit(), observer, mw.DDP()))
     with mw.parallelize(analyzed, plan, world=world) as trainer:
         for _ in range(steps):
@@ -54,6 +55,4 @@ def train(world: World | None = None, steps: int = 60) -> list[float]:
 if __name__ == "__main__":
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
-        print(train())
-    else:
-        print(run_on_threads(train, MESH)[0])
+    print(train() if dist.is_initialized() else run_on_threads(train, MESH)[0])
