@@ -24,6 +24,7 @@ from meshwright.plan.sharding.rank_view import RankView
 from meshwright.plan.sharding.tensor_placements import FLAT, Layout, S
 
 STATE_PREFIX = "state/"  # of their names in a checkpoint
+ANSWER_PREFIX = f"{STATE_PREFIX}observer/"  # of what observers have answered
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,12 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
         yield f"rank {rank} did not report"
     num_steps = min((report.num_steps for report in reports), default=0)
     if plan.program.periods:
-        last = max(plan.program.periods, key=lambda each: each.first_step_behind(MIN_ROUNDS))
-        needed, num_ends = last.first_step_behind(MIN_ROUNDS), sum(map(last.ends_with, range(num_steps)))
+        rounds = MIN_ROUNDS if plan.program.period else 1  # observers change nothing in what follows
+        last = max(plan.program.periods, key=lambda each: each.first_step_behind(rounds))
+        needed, num_ends = last.first_step_behind(rounds), sum(map(last.ends_with, range(num_steps)))
         if num_steps < needed:
             yield (
-                f"{num_steps} steps end {num_ends} rounds, and {MIN_ROUNDS} are needed: compare more steps, "
+                f"{num_steps} steps end {num_ends} rounds, and {rounds} are needed: compare more steps, "
                 f"at least {needed}"
             )
     for report in reports:

@@ -13,6 +13,8 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.action_table import plan_summary
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
+from meshwright.run.checkpoint.resume import state_changes
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.messages import issued_messages, planned_messages
 from meshwright.verifier.static_checks import static_checks
@@ -25,7 +27,7 @@ from tests.parallel.observer.observer_plans import (
     run,
 )
 from tests.parallel.server.server_plans import samples_of
-from tests.tiny_model import analyzed_model, case_of, executor_of, verdict_of
+from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, verdict_of
 
 GRID = [(2, 1, 2), (3, 2, 1), (1, 1, 4)]  # workers, observers, micro-batch
 
@@ -167,3 +169,18 @@ def test_an_observer_of_many_is_traced_without_memory_and_without_its_function()
     plan = observer_plan("zero 1", 12, 1, observer("raises", observers=3, every=2))
     traced = mw.trace(analyzed_model(), plan, [0, 11, 12, 14])
     assert traced.passed, str(traced)
+
+
+def test_a_plan_without_observers_leaves_their_answers_out(tmp_path: Path):
+    run(observer_plan(), range(2), folder=tmp_path)
+    saved = tmp_path / "step-00000002"
+    more = observer_plan("zero 1", 2, 2, observer(every=2, observers=2))
+    alone = mw.make_plan(
+        analyzed_model(), tiny_job(), mw.Mesh(dp_replicate=2), (mw.BatchSplit(), mw.DDP()), 2
+    )
+    kept, left = (run(plan, range(2, 3), start=saved)[0].answers for plan in (more, alone))
+    assert ([(each.version, each.observer) for each in kept[0]], left[0]) == ([(2, 0)], ())
+    shapes = {name: value.shape for name, value in load_tensors(saved)[0].items()}
+    (text,) = state_changes(shapes, alone)
+    assert "what observer keeps from step to step is in that checkpoint and is left out" in text
+    assert state_changes(shapes, more) == []

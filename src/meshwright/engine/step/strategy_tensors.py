@@ -23,9 +23,7 @@ from meshwright.model.tensors.counter_rng import derive_key, fill_normal_
 from meshwright.model.tensors.lazy_mapping import read_region, strip_prefix, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.strategy_interface import Answer
-from meshwright.plan.strategy_state import STATE_PREFIX, StateSpec
-
-ANSWER_PREFIX = f"{STATE_PREFIX}observer/"
+from meshwright.plan.strategy_state import ANSWER_PREFIX, STATE_PREFIX, StateSpec
 
 
 class StrategyTensors:
@@ -72,7 +70,8 @@ class StrategyTensors:
                 self._fill(name, tensor)
                 if entry in saved:
                     self._load(entry, spec, tensor, saved)
-        self._state.answers = () if self._state.plan.view.is_server else _answers(saved)
+        if self._state.plan.sharding.has_observers and not self._state.plan.view.is_server:
+            self._state.answers = _answers(saved)
 
     def begin_at_parameters(self) -> None:
         """Makes what begins at the parameters begin at the present ones, and ends what is under way."""

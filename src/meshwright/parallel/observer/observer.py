@@ -59,6 +59,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from meshwright.parallel.observer.observations import (
+    FUNCTION,
     AnswerForm,
     ObserverRank,
     ObservingFunction,
@@ -172,11 +173,7 @@ class Observer(Strategy):
     ) -> Iterator[Diagnostic]:
         problem = _function_problem(self.function)
         if problem:
-            yield Diagnostic(problem, f"write {FORM}: a function of a Python file", self._function_key)
-
-    @property
-    def _function_key(self) -> str:
-        return f"strategies.{self.name}.function"
+            yield Diagnostic(problem, f"write {FORM}: a function of a Python file", FUNCTION)
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
         path = Path(self.function.rpartition(":")[0])

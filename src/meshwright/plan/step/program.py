@@ -361,12 +361,12 @@ class Program:
 
         Where parts of the model meet at offsets of their own, that is the whole run.
         """
-        return _longest([each for each in self.periods if each.of_sites])
+        return _longest_of([each for each in self.periods if each.of_sites])
 
     @property
     def longest_period(self) -> Period | None:
         """Likewise of all rounds, those of ranks that train together too."""
-        return _longest(self.periods)
+        return _longest_of(self.periods)
 
     @property
     def periods(self) -> tuple[Period, ...]:
@@ -402,7 +402,7 @@ class Program:
         return Program(tuple(replace(role, actions=tuple(change(list(role.actions)))) for role in self.roles))
 
 
-def _longest(periods: Collection[Period]) -> Period | None:
+def _longest_of(periods: Collection[Period]) -> Period | None:
     longest = max(periods, key=lambda each: (each.num_steps, -each.warmup_steps), default=None)
     if longest is None or not any(each.offset for each in periods):
         return longest

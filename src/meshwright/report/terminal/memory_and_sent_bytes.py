@@ -254,13 +254,14 @@ def observers_text(plan: Plan) -> dict[str, str]:
     if not plan.sharding.has_observers:
         return {}
     (period,) = plan.program.periods
-    ranks = ", ".join(str(rank) for rank in range(plan.mesh.world_size) if plan.is_server(rank))
+    ranks = [str(rank) for rank in range(plan.mesh.world_size) if plan.is_server(rank)]
     shows = [action for action in plan.program.roles[0].actions if action.kind == "SHOW"]
     sent = sum(move.nbytes for action in shows for move in action.sent_transfers)
     nbytes = sent * plan.sharding.num_workers // plan.sharding.num_servers
     when = "step" if period.num_steps == 1 else f"{period.num_steps} steps"
-    text = f"rank {ranks} sees the weights after every {when}, {format_nbytes(nbytes)}, and nothing between"
-    return {"observers": f"{text}; what is sent per step is that of a step in which it sees them"}
+    who = f"rank {ranks[0]} sees" if len(ranks) == 1 else f"ranks {', '.join(ranks)} see"
+    text = f"{who} the weights after every {when}, {format_nbytes(nbytes)} each, and nothing between"
+    return {"observers": f"{text}; what is sent per step is that of a step in which they are sent"}
 
 
 def rounds_text(plan: Plan) -> dict[str, str]:

@@ -16,7 +16,7 @@ from meshwright.engine.optim.sharded_state_dict import DEVICE_WEIGHTS, persisten
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.strategy_state import STATE_PREFIX
+from meshwright.plan.strategy_state import ANSWER_PREFIX, STATE_PREFIX
 from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import (
     BEST_FILE,
@@ -294,7 +294,8 @@ def state_changes(saved: Mapping[str, Sequence[int]], plan: Plan) -> list[str]:
         if spec.may_begin_anew and name in saved and spec.shape_of_one(saved[name]) != spec.shape
     }
     needed = set(specs)
-    found = {name for name in saved if name.startswith(STATE_PREFIX) and not name.startswith(DEVICE_WEIGHTS)}
+    others = (DEVICE_WEIGHTS, *([ANSWER_PREFIX] if plan.sharding.has_observers else []))
+    found = {name for name in saved if name.startswith(STATE_PREFIX) and not name.startswith(others)}
     texts = (
         (needed - found, "is not in that checkpoint and begins anew"),
         (found - needed, "is in that checkpoint and is left out: the plan does not keep it"),

@@ -116,8 +116,8 @@ class WeightSource:
     ) -> None:
         self._executor, self._iteration, self._state = executor, iteration, executor.state
         world_size = self._state.world.mesh.world_size
-        if self._state.plan.sharding.num_servers:
-            text = "under a plan with servers no rank has all weights between two steps"
+        if number := self._state.plan.sharding.num_servers:
+            text = f"the last {number} ranks only serve: not every rank has weights between two steps"
             fix = "save a checkpoint, and export it: trainer.save(folder), meshwright export"
             raise PlanError(text, fix=fix, location=LOCATION)
         if rank is not None and not 0 <= rank < world_size:
