@@ -1,6 +1,8 @@
 """Plans with observers, and what their ranks see and take."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -36,15 +38,15 @@ def observer_plan(
     workers: int = 2,
     micro_batch: int = 1,
     observers: mw.Observer | None = None,
+    model: Mapping[str, bool] = MappingProxyType({}),
     **job: object,
 ) -> Plan:
     """The plan of so many workers, and observers beside."""
     beside = observers or observer()
     chosen = STORES[store] if isinstance(store, str) else store
-    mesh = mw.Mesh(dp_replicate=workers + beside.observers)
-    return mw.make_plan(
-        analyzed_model(), tiny_job(**job), mesh, (mw.BatchSplit(), beside, chosen), micro_batch
-    )
+    mesh = mw.Mesh(**{beside.axis: workers + beside.observers})
+    strategies = (mw.BatchSplit(beside.axis), beside, chosen)
+    return mw.make_plan(analyzed_model(**model), tiny_job(**job), mesh, strategies, micro_batch)
 
 
 class Seen(NamedTuple):

@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.observer.observations import AnswerForm
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.job.job import OptimizerConfig
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.action_table import plan_summary
@@ -55,6 +55,29 @@ def test_it_equals_one_device_and_observers_see_its_weights(
     assert static_checks(plan) == []
     verdict = verdict_of(case_of(analyzed_model(), plan), 3)
     assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("option", ["tied", "frozen", "spare"])
+def test_observers_see_tied_and_frozen_weights_and_those_that_no_forward_reaches(option: str):
+    plan = observer_plan("zero 1", 3, 2, model={option: True})
+    verdict = verdict_of(case_of(analyzed_model(**{option: True}), plan), 2)
+    assert verdict.passed, str(verdict)
+
+
+def test_observers_along_another_axis_see_the_weights_of_shards_there():
+    plan = observer_plan(mw.ZeRO("dp_shard", stage=1), 3, 2, observer(axis="dp_shard"))
+    verdict = verdict_of(case_of(analyzed_model(), plan), 2)
+    assert verdict.passed, str(verdict)
+
+
+def test_observers_see_the_parameters_in_their_dtype():
+    beside = observer(answers=("flat:bfloat16", "rows:int64"))
+    precision = PrecisionConfig(parameters="bfloat16", compute="bfloat16", reduce="float32")
+    rank = run(observer_plan("zero 1", 3, 2, beside, precision=precision), range(2))[0]
+    assert all(
+        torch.equal(answers[0].tensors["flat"], weights)
+        for answers, weights in zip(rank.answers, rank.weights, strict=True)
+    )
 
 
 @pytest.mark.parametrize("store", STORES)

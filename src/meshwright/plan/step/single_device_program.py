@@ -57,11 +57,8 @@ PARAM_USE_KINDS = (*FORWARD_KINDS, *RECOMPUTE_KINDS, "B", "I", "W")
 # kinds that allocate activations, and gradients that are not kept, beside those that receive them
 ACTIVATION_KINDS = (*PARAM_USE_KINDS, "LOSS", "CONCAT", "CONCAT_GRAD", "PULL_ROWS")
 OBSERVER_KINDS = ("SHOW", "OBSERVE", "ANSWER")  # kinds of ranks that see weights, and step none
-# servers' too
-EVERY_RANK_KINDS = (
-    *("TOKEN_COUNT", "LOSS_SUM", "LOCAL_NORM", "GLOBAL_NORM", "CLIP", "STEP"),
-    *OBSERVER_KINDS,
-)
+NUMBER_KINDS = ("TOKEN_COUNT", "LOSS_SUM", "LOCAL_NORM", "GLOBAL_NORM")
+EVERY_RANK_KINDS = (*NUMBER_KINDS, "CLIP", "STEP", *OBSERVER_KINDS)  # servers' too
 ROW_KINDS = ("PULL_ROWS", "PUSH_ROWS")  # kinds that move rows of servers, in the order of a microbatch
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64

@@ -35,10 +35,8 @@ from meshwright.plan.step.program import Action, Allocation
 from meshwright.plan.step.single_device_program import ACTIVATION_KINDS
 from meshwright.plan.strategy_state import local_state_nbytes
 
-TRANSIENT_KINDS = (
-    *(*ACTIVATION_KINDS, *ACTIVATION_COPIES, *ACTIVATION_PARTS, *ACTIVATION_FILE_KINDS),
-    "SHOW",
-)
+ACTIVATION_MOVES = (*ACTIVATION_COPIES, *ACTIVATION_PARTS, *ACTIVATION_FILE_KINDS)
+TRANSIENT_KINDS = (*ACTIVATION_KINDS, *ACTIVATION_MOVES, "SHOW")
 
 
 @dataclass(frozen=True)
