@@ -11,6 +11,7 @@ from meshwright.parallel.observer.observations import AnswerForm
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.action_table import plan_summary
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
@@ -61,6 +62,16 @@ def test_it_equals_one_device_and_observers_see_its_weights(
 def test_observers_see_tied_and_frozen_weights_and_those_that_no_forward_reaches(option: str):
     plan = observer_plan("zero 1", 3, 2, model={option: True})
     verdict = verdict_of(case_of(analyzed_model(**{option: True}), plan), 2)
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize(
+    "beside", [mw.ActivationOffload(), mw.MemoryBudget(), mw.ActivationCheckpointing(), mw.ChunkedLoss()]
+)
+def test_workers_may_save_activations_otherwise(beside: Strategy):
+    strategies = (mw.BatchSplit(), observer(), STORES["zero 1"], beside)
+    plan = mw.make_plan(analyzed_model(), tiny_job(), mw.Mesh(dp_replicate=3), strategies, 2)
+    verdict = verdict_of(case_of(analyzed_model(), plan), 2)
     assert verdict.passed, str(verdict)
 
 
