@@ -4,7 +4,7 @@ from examples import bandit
 from meshwright.testing.ranks import run_on_threads
 
 
-def test_the_best_arm_is_learnt_on_all_workers():
+def test_all_workers_learn_the_best_arm():
     chances = run_on_threads(bandit.train, bandit.MESH)
     best = bandit.REWARDS.argmax()
     assert chances[0] == chances[1]

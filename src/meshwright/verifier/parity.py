@@ -190,10 +190,8 @@ def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
         last = max(plan.program.periods, key=lambda each: each.first_step_behind(rounds))
         needed, num_ends = last.first_step_behind(rounds), sum(map(last.ends_with, range(num_steps)))
         if num_steps < needed:
-            yield (
-                f"{num_steps} steps end {num_ends} rounds, and {rounds} are needed: compare more steps, "
-                f"at least {needed}"
-            )
+            text = f"{num_steps} steps end {num_ends} rounds, and {rounds} are needed"
+            yield f"{text}: compare more steps, at least {needed}"
     for report in reports:
         if not report.num_steps:
             yield f"rank {report.rank} compared no step"
