@@ -133,8 +133,7 @@ class StepExecutor:
         chunked_loss = ChunkedLossRuntime(state)
         state.strategy_tensors = StrategyTensors(state)
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
-        runtime = Runtime(state)
-        bound: dict[str, Handler] = {}
+        runtime, bound = Runtime(state), dict[str, Handler]()
         owners = owner_names(strategy.name for strategy in plan.strategies)
         for owner, strategy in zip(owners, plan.strategies, strict=True):
             bound |= strategy.bind(replace(runtime, tensors=state.strategy_tensors.of(owner)))

@@ -4,5 +4,6 @@ trainer               Trainer: one rank of a plan
 gathered_predictions  outputs of the model, and metrics of the user, gathered from all ranks
 sample_text           generates text with a trained model
 deterministic_kernels kernels that give the same bits each time
+same_batch_check      compares the batch that each rank passes to an evaluation
 train_loop            feed, step, log, evaluate, save
 """

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from typing import Self, TypeGuard
@@ -35,7 +34,6 @@ from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.strategy_interface import Answer
 from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
@@ -49,6 +47,7 @@ from meshwright.run.training.gathered_predictions import (
     evaluate_with_metrics,
     gathered_predictions,
 )
+from meshwright.run.training.same_batch_check import check_same_batch
 from meshwright.run.training.train_loop import save_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -277,7 +276,7 @@ class Trainer:
                 continue
             tensors = batch_tensors(batch, self.analyzed)
             if not is_checked:
-                self._check_same_on_all_ranks(tensors)
+                check_same_batch(tensors, self.world)
                 is_checked = True
             for first in range(0, len(next(iter(tensors.values()))), size):
                 rows = {key: value[first : first + size] for key, value in tensors.items()}
@@ -297,23 +296,6 @@ class Trainer:
             ]
             yield from found
             yield from [None] * (num_on_each_rank - len(found))
-
-    def _check_same_on_all_ranks(self, tensors: Batch) -> None:
-        digest = sha256()
-        for key, value in sorted(tensors.items()):
-            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        own = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64).to(self.world.device)
-        group = self.world.group(AXES)
-        every = own.new_zeros(group.size)
-        group.all_gather(every, own, action="EVALUATE").wait()
-        if len(set(every.tolist())) > 1:
-            raise PlanError(
-                "the ranks passed different batches to an evaluation, which shares them itself",
-                fix="pass the same batches on every rank (no DistributedSampler, and the same seed), or "
-                "this rank's: trainer.local_batch(batch)",
-                location="evaluate",
-            )
 
     def save(self, folder: Path | str) -> Path:
         """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""
