@@ -9,6 +9,7 @@ from meshwright.parallel.compression.codecs.powersgd import PowerSGDCompression
 from meshwright.parallel.compression.gradient_compression import GradientCompression
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard
+from meshwright.plan.step.memory.memory_names import are_new_states
 from meshwright.verifier.messages import planned_messages
 from tests.parallel.compression.coded_plans import ANALYZED, DDP3, check_plan, coded_plan
 from tests.parallel.tensor.even_llama import analyzed_even_llama
@@ -90,10 +91,10 @@ def test_residuals_are_in_the_plan_and_twice_where_a_step_may_be_left_out():
     plan = coded_plan(Int8Compression()).for_rank(0)
     (specs,) = plan.states.values()
     assert {spec.param for spec in specs} == {param.name for param in ANALYZED.model_spec.trainable}
-    pending = [a for each in plan.actions for a in each.allocations if a.name.startswith("new residuals")]
+    pending = [a for each in plan.actions for a in each.allocations if are_new_states(a.name)]
     assert pending == []
     guarded = coded_plan(Int8Compression(), guard=LossGuard("skip")).for_rank(0)
-    pending = [a for each in guarded.actions for a in each.allocations if a.name.startswith("new residuals")]
+    pending = [a for each in guarded.actions for a in each.allocations if are_new_states(a.name)]
     assert sum(each.nbytes for each in pending) == 8 * numel
     assert torch.float64.itemsize == 8
 
