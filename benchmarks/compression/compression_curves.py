@@ -81,18 +81,25 @@ CODECS: Mapping[str, Codec] = {  # by mode
 }
 
 
-def make_request(folder: Path, seed: int, num_steps: int, sizes: Mapping[str, int] = SIZES) -> PlanRequest:
-    """Returns the request of exact sums, for a Llama of `sizes`."""
+def source_text_job(
+    seed: int, num_steps: int, sizes: Mapping[str, int], *, batch: int = BATCH, warmup: int
+) -> Job:
+    """Returns the job of a Llama of `sizes` on the source text of Python's standard library."""
     excluded = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
     source = sysconfig.get_path("stdlib")
-    job = Job(
+    return Job(
         ModelConfig(str(ROOT / "examples" / "llama-small.json"), overrides=dict(sizes)),
         DataConfig(source, include=("*.py",), exclude=excluded, sequence=SEQUENCE),
-        TrainConfig(steps=num_steps, batch=BATCH, seed=seed),
+        TrainConfig(steps=num_steps, batch=batch, seed=seed),
         OptimizerConfig(lr=3e-3),
-        LRScheduleConfig("cosine", warmup=num_steps // 12, floor=0.1),
+        LRScheduleConfig("cosine", warmup=warmup, floor=0.1),
         evaluate=EvalConfig(hold_out=128),
     )
+
+
+def make_request(folder: Path, seed: int, num_steps: int, sizes: Mapping[str, int] = SIZES) -> PlanRequest:
+    """Returns the request of exact sums, for a Llama of `sizes`."""
+    job = source_text_job(seed, num_steps, sizes, warmup=num_steps // 12)
     return PlanRequest(job, RunConfig(folder=str(folder)), {"dp_replicate": RANKS})
 
 

@@ -20,7 +20,6 @@ are kept by commit: the same command continues.
     python -m benchmarks.compression.compression_resume --seeds 1      one seed; nothing is written
 """
 
-import sysconfig
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,15 +30,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.compression.compression_curves import source_text_job
 from benchmarks.harness.case_store import CaseStore
-from benchmarks.harness.result import ROOT, Result
+from benchmarks.harness.result import Result
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.job.data_config import DataConfig
-from meshwright.plan.job.job import EvalConfig, Job, LRScheduleConfig, OptimizerConfig, TrainConfig
-from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.resolve_config import ResolvedRun, open_valid_request, plan_request
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
@@ -54,7 +51,7 @@ CLAIM = (
     "Llama of 0.2 M on real text, top-k 0.5 %, saved on 4 ranks and resumed on 2, 3 and 6, under ZeRO and "
     "stages: held-out loss within 0.1 % of the undisturbed run, closer than with residuals dropped, 3 seeds"
 )
-STEPS, SAVED_STEP, BATCH, SEQUENCE = 160, 108, 12, 64
+STEPS, SAVED_STEP, BATCH = 160, 108, 12
 LIMIT_S = 600.0
 SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
 CODEC = {"name": "compress", "mode": "topk", "density": 0.005, "exact_steps": 16}
@@ -85,15 +82,7 @@ DROPPED_UNDER = "ddp, 2 ranks"
 
 def make_request(folder: Path, seed: int) -> PlanRequest:
     """Returns the request of a run, without a mesh and strategies."""
-    excluded = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
-    job = Job(
-        ModelConfig(str(ROOT / "examples" / "llama-small.json"), overrides=dict(SIZES)),
-        DataConfig(sysconfig.get_path("stdlib"), include=("*.py",), exclude=excluded, sequence=SEQUENCE),
-        TrainConfig(steps=STEPS, batch=BATCH, seed=seed),
-        OptimizerConfig(lr=3e-3),
-        LRScheduleConfig("cosine", warmup=STEPS // 10, floor=0.1),
-        evaluate=EvalConfig(hold_out=128),
-    )
+    job = source_text_job(seed, STEPS, SIZES, batch=BATCH, warmup=STEPS // 10)
     return PlanRequest(job, RunConfig(folder=str(folder)), {})
 
 

@@ -22,11 +22,9 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig
-from meshwright.run.checkpoint.directories import list_step_folders
-from meshwright.run.checkpoint.distributed_checkpoint import first_valid
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from meshwright.run.checkpoint.distributed_checkpoint import newest_whole
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
-from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import PLAN_FILE
 
@@ -84,19 +82,13 @@ def _checkpoint_folder(path: Path) -> Path:
     if (path / MANIFEST_FILE).is_file():
         return path.absolute()
     folder = path.absolute() / CHECKPOINTS_FOLDER
-    found, _, rejected = first_valid(folder, list_step_folders(folder), _manifest_of_whole_files)
+    found, _, rejected = newest_whole(folder)
     if found is not None:
         return found
     reasons = "".join(f"; {each.name}: {why}" for each, why in rejected)
     text = f"there is no complete checkpoint in {path}{reasons}"
     fix = "name the folder of a run that has saved one, or of one step: runs/NAME/checkpoints/step-00000100"
     raise PlanError(text, fix=fix, location=LOCATION)
-
-
-def _manifest_of_whole_files(path: Path, step: int) -> Manifest:
-    manifest = read_manifest(path)
-    check_sizes(path, manifest.files)  # the ranks verify checksums
-    return manifest
 
 
 def source_name(source: str) -> str:

@@ -63,7 +63,7 @@ from meshwright.run.checkpoint.shard_io import (
     write_all_bytes,
     write_shard,
 )
-from meshwright.run.checkpoint.sizes_and_checksums import check_checksums
+from meshwright.run.checkpoint.sizes_and_checksums import check_checksums, check_sizes
 from meshwright.run.checkpoint.write_plan import WritePlan, list_shards
 
 ExpectedTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -177,6 +177,19 @@ def newest_valid(folder: Path, check: ManifestCheck | None = None) -> NewestChec
     return first_valid(
         folder, list_step_folders(folder), lambda path, step: _verified_manifest(path, step, check)
     )
+
+
+def newest_whole(folder: Path, check: ManifestCheck | None = None) -> NewestCheckpoint:
+    """Returns likewise the newest checkpoint whose manifest is valid and whose files have their sizes; the
+    ranks that read them verify checksums.
+    """
+
+    def manifest_of(path: Path, step: int) -> Manifest:
+        manifest = checked_manifest(path, step, check)
+        check_sizes(path, manifest.files)
+        return manifest
+
+    return first_valid(folder, list_step_folders(folder), manifest_of)
 
 
 def first_valid(

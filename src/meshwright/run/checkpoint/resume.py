@@ -26,7 +26,7 @@ from meshwright.run.checkpoint.directories import (
     retire_later_checkpoints,
     step_folder,
 )
-from meshwright.run.checkpoint.distributed_checkpoint import checked_manifest, first_valid, open_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import newest_whole, open_tensors
 from meshwright.run.checkpoint.distributed_verification import (
     consensus_for_load,
     newest_valid_on_all_ranks,
@@ -39,7 +39,6 @@ from meshwright.run.checkpoint.manifest import (
     Manifest,
     checked_json,
 )
-from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 from meshwright.run.data.eval_samples import EvalHistory
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -157,17 +156,14 @@ def newest_usable_step(plan: Plan) -> int:
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     shapes = {f"model/{weight.name}": weight.shape for weight in plan.model_spec.params}
 
-    def manifest_of_this_model(path: Path, step: int) -> Manifest:
-        manifest = checked_manifest(path, step)
-        check_sizes(path, manifest.files)
+    def check_this_model(manifest: Manifest, path: Path) -> None:
         saved_run(manifest, path)
         entries = manifest.entries.items()
         if {name: entry.shape for name, entry in entries if name.startswith("model/")} != shapes:
             fix = "train into another run.folder"
             raise CheckpointError("it is of another model", fix=fix, location=str(path))
-        return manifest
 
-    _, manifest, rejected = first_valid(folder, list_step_folders(folder), manifest_of_this_model)
+    _, manifest, rejected = newest_whole(folder, check_this_model)
     _, finished = _reasons(rejected)
     if manifest is None and finished:
         _refuse_all(folder, finished)
