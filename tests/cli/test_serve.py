@@ -1,4 +1,6 @@
-"""`serve` is refused before a rank starts; a run is served by real processes until a signal comes."""
+"""`serve` is refused before a rank starts; a run is served by real processes until a signal comes, and shown
+on the board.
+"""
 
 import http.client
 import json
@@ -80,6 +82,26 @@ def test_a_run_is_served_under_its_plan_and_under_another(
     command.process.send_signal(number)
     ended, _, errors = command.output()
     assert (ended, errors) == (code, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_is_shown_on_the_board_until_a_signal_comes(
+    config: Path, commands: list[Command], number, code
+):
+    command = Command("board", config.parent / "run", "--port", 0)
+    commands.append(command)
+    command.until(lambda: "Ctrl-C" in command.printed())
+    url = command.printed().split()[3]
+    assert command.printed().startswith("1 run at http://127.0.0.1:")
+    assert ask(url, "/run/run/state")["text"] == "ended after step 4 of 4"
+    command.process.send_signal(number)
+    assert command.output()[::2] == (code, "")
+
+
+def test_a_board_of_no_folder_is_refused(capsys, tmp_path: Path):
+    code, _, err = invoke(capsys, "board", tmp_path / "none")
+    assert code == 2
+    assert "there is no such folder" in err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
     meshwright evaluate PLAN.toml       (a checkpoint of its run)
     meshwright serve   RUN
     meshwright report  RUN [RUN2 ...]
+    meshwright board   RUNS             (the report while it trains)
     meshwright launch  PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
     meshwright bench   network | device
@@ -30,7 +31,7 @@ command, or a rank that it started to verify or to measure, crashed; 130 after C
     lazy_import                imports a command when it is called
     plan_inspect_verify_train  plan, inspect, verify, train, evaluate
     search                     search
-    serve                      serve
+    serve                      serve, board
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""The command `serve`: a model answers over HTTP."""
+"""The commands `serve` and `board`: a model answers over HTTP, and runs are shown on a page."""
 
 import os
 import signal
@@ -67,6 +67,22 @@ def serve(
         raise typer.Exit(result.exit_code)
 
 
+def board(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders in which there are some.")],
+    port: Annotated[int, typer.Option(help="The port; 0: any that is free.", min=0, max=65535)] = 8080,
+    api: Annotated[
+        str, typer.Option(help="The API that answers prompts: the url of `meshwright serve`.")
+    ] = "http://127.0.0.1:8000/v1",
+) -> None:
+    """Show runs on a page of this host that renews itself while they train, until Ctrl-C."""
+    with exit_on_error():
+        command = import_command("serving.board")
+        received: list[int] = []
+        with stop_flag(received) as should_stop:
+            command.show_board(runs, api, port, should_stop, console)
+        raise typer.Exit(128 + (received[0] if received else signal.SIGTERM))
+
+
 def _read_key(path: Path) -> str:
     try:
         key = path.read_text(encoding="utf-8").strip()
@@ -80,5 +96,6 @@ def _read_key(path: Path) -> str:
 
 
 def register_serve(app: typer.Typer) -> None:
-    """Adds the command `serve` to `app`."""
+    """Adds the commands `serve` and `board` to `app`."""
     app.command(context_settings=EXTRA_ARGS)(serve)
+    app.command()(board)

@@ -12,7 +12,7 @@ search                 search: chooses a plan for a model and a machine
 config_help            init, config: writes a commented config, explains keys
 import_config          import-config: reads configs of other libraries
 train                  train: starts the local ranks, or trains as one
-serving                serve: a model answers over HTTP
+serving                serve, board: a model answers over HTTP; runs on a page
 python_train_loop      meshwright.train: the training loop for a Trainer
 verify                 verify: compares a plan with one device
 export_import_convert  export, import, convert

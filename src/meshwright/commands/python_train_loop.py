@@ -33,6 +33,7 @@ from meshwright.run.data.data_loader import (
 )
 from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
+from meshwright.run.training.evaluations import Evaluations
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as play_all
 from meshwright.run.training.trainer import batch_tensors
@@ -87,9 +88,8 @@ def train(
                 world,
                 should_stop,
                 callbacks,
-                eval_samples=evaluating,
+                evaluations=Evaluations(evaluating, run_tasks),
                 eval_history=resumed.eval_history,
-                run_tasks=run_tasks,
             )
 
 

@@ -54,6 +54,7 @@ from meshwright.run.telemetry.logs import log_sizes, rank_log, unshown_warnings
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.telemetry.trackers import TRACKERS, TrackerRun, open_trackers
 from meshwright.run.training.deterministic_kernels import deterministic_kernels
+from meshwright.run.training.evaluations import Evaluations
 from meshwright.run.training.sample_text import sample_text
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as train_loop
@@ -268,19 +269,18 @@ def train_rank(
             )
             with stop_flag() as should_stop, callbacks_context as run_callbacks:
                 mine = (_event_printer(console), *ready.callbacks) if show else ()
-                evaluating = ready.eval_samples(rank_env.rank)
+                writer = None if only_evaluate else _text_sampler(ready, engine)
+                evaluations = Evaluations(ready.eval_samples(rank_env.rank), _task_runner(engine), writer)
                 heard = (*run_callbacks, *mine)
                 given = engine.executor, plan, batches, world, should_stop, heard, progress
-                given += evaluating, resumed.eval_history, _task_runner(engine)
-                ended = train_loop(*given, only_evaluate=only_evaluate)
+                ended = train_loop(*given, evaluations, resumed.eval_history, only_evaluate=only_evaluate)
             if only_evaluate:
                 return ended
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
-            text = _sample(ready, engine, ended)
             if show:
-                _print_paths(ready, text, ended, console)
+                _print_paths(ready, ended, console)
     return ended
 
 
@@ -406,23 +406,21 @@ def _conclude(
         console.print(text, soft_wrap=True)
 
 
-def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult) -> str:
+def _text_sampler(ready: ResolvedRun, trainer: Trainer) -> Callable[[], str] | None:
+    """Returns what lets the model write a text; None if the run asks for none, or trains on no text."""
     run, job = ready.plan.run, ready.plan.job
-    if not run.sample_tokens or not isinstance(ready.dataset, TokenDataset) or ended.stopped:
-        return ""
-    if trainer.executor.is_in_round:  # each site has weights of its own
-        return ""
+    if not run.sample_tokens or not isinstance(ready.dataset, TokenDataset):
+        return None
     length, tokenizer = job.data.sequence, ready.dataset.tokenizer
-    return sample_text(
-        trainer, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=tokenizer
-    )
+    prompt, number = run.sample_prompt, run.sample_tokens
+    return partial(sample_text, trainer, prompt, number, length, job.train.seed, tokenizer=tokenizer)
 
 
-def _print_paths(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:
+def _print_paths(ready: ResolvedRun, ended: TrainResult, console: Console) -> None:
     run = ready.plan.run
-    if text:
+    if ended.sample:
         console.rule("a sample")
-        console.print(text, markup=False)
+        console.print(ended.sample, markup=False)
         console.rule()
     folder = Path(run.folder)
     places: dict[str, Path | str | None] = {"plan": folder / PLAN_FILE, "metrics": folder / "metrics.jsonl"}

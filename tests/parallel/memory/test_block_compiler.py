@@ -180,6 +180,8 @@ def test_a_full_disk_is_refused_by_name_and_another_failure_blames_the_block(mon
     assert "No space left on device" in text
     assert "make room in torch's cache folder" in text
     assert "TORCHINDUCTOR_CACHE_DIR" in text
+    text = fail_with(RuntimeError("C++ compile error\nld: final link failed: No space left on device"))
+    assert "make room in torch's cache folder" in text
     text = fail_with(NotImplementedError("an operation"))
     assert "cannot be compiled by eager: NotImplementedError: an operation" in text
     assert "leave it out of the strategy's `blocks`" in text

@@ -21,6 +21,7 @@ from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.telemetry.metrics_log import read_metrics
+from meshwright.run.training.evaluations import Evaluations
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
@@ -46,6 +47,7 @@ class SmallRun:
     change: Callable[[int, Any], None] = lambda rank, executor: None
     callbacks: tuple[Callback, ...] = ()
     run_tasks: Callable[[int], Mapping[str, float]] | None = None  # of a rank
+    sample_text: Callable[[], str] | None = None
     noise_scale: bool = False
     strategies: tuple[Strategy, ...] | None = None  # those of the mesh
 
@@ -81,9 +83,8 @@ class SmallRun:
                     world,
                     lambda: self.stop(world.rank, executor.steps_done),
                     self.callbacks,
-                    eval_samples=evaluating,
+                    evaluations=Evaluations(evaluating, run_tasks, self.sample_text),
                     eval_history=resumed.eval_history,
-                    run_tasks=run_tasks,
                 )
             finally:
                 executor.close()

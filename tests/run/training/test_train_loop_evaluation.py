@@ -63,6 +63,25 @@ def test_tasks_are_evaluated_on_all_ranks_with_the_samples_or_alone(tmp_path, ho
     assert all(("loss" in each) == bool(hold_out) for each in heard)
 
 
+@pytest.mark.parametrize(("hold_out", "steps"), [(0, [5]), (7, [3, 5])])
+def test_a_text_is_sampled_at_each_evaluation_and_after_the_last_step(tmp_path, hold_out: int, steps):
+    heard = list[int]()
+    small_run = SmallRun(
+        tmp_path,
+        steps=5,
+        evaluate=EvalConfig(hold_out=hold_out, every=3),
+        run={"sample_prompt": "def ", "sample_tokens": 3},
+        sample_text=lambda: "def f()",
+        callbacks=(Callback(on_evaluate=lambda event: heard.append(event.step)),),
+    )
+    (ended, _) = small_run.play()
+    lines = small_run.lines("sample")
+    assert list(lines) == steps
+    assert [(line["prompt"], line["text"]) for line in lines.values()] == [("def ", "def f()")] * len(steps)
+    assert ended.sample == "def f()"
+    assert heard == (steps if hold_out else []), "a text alone is no evaluation"
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_another_number_of_ranks_evaluates_to_the_same(tmp_path, ranks):
     first, other = SmallRun(tmp_path / "two", steps=3), SmallRun(tmp_path / "others", ranks=ranks, steps=3)

@@ -169,7 +169,7 @@ def _serve_until_stopped(
             "model": f"{served.name}: {plan.model_spec.numel:,} parameters, of {weights}",
             "plan": f"{plan.hash} on {plan.mesh}",
             "cache": f"{each}; {max_num_seqs} sequences at once{fits}",
-            "url": server.url,
+            "url": f"{server.url}/v1",
         }
         for name, line in lines.items():
             console.print(f"{name:<12}{line}", markup=False, soft_wrap=True)

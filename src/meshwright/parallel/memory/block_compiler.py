@@ -9,10 +9,12 @@ has as many graphs as it may have; that runs uncompiled from then on, and torch 
     self.calls += 1                              a graph for each number, until there are too many
 """
 
+import errno
 import logging
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,8 +49,10 @@ NEW_BRANCH = "it takes a branch that it did not before"
 BLOCK_FIX = "leave it out of the strategy's `blocks`, or try another backend"
 DISK_FIX = (
     "make room in torch's cache folder, and let this user write to it; or name another folder in the "
-    "environment variable TORCHINDUCTOR_CACHE_DIR (by default it lies in the folder for temporary files)"
+    "environment variable TORCHINDUCTOR_CACHE_DIR, and in TMPDIR (compiled headers always lie in the folder "
+    "for temporary files)"
 )
+DISK_TEXTS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)))
 EXPLANATION, COMPILER_ERROR = "Explanation: ", "error: "
 BRANCH = "a branch depends on the value of a tensor"
 Forward = Callable[..., Any]
@@ -242,11 +246,20 @@ def _failure(error: BaseException) -> str:
     return f"{first}: {told.removeprefix(EXPLANATION)}" if told and told != first else first
 
 
-def _is_of_files(error: BaseException | None) -> bool:
-    """Returns whether `error` comes from a file that could not be written or read, such as on a full disk."""
-    while error is not None and not isinstance(error, OSError):
+def _is_of_files(error: BaseException) -> bool:
+    """Returns whether `error` comes from a file that could not be written or read, such as on a full disk,
+    also where the C++ compiler says so in its output.
+    """
+    return any(
+        isinstance(each, OSError) or any(text in str(each) for text in DISK_TEXTS) for each in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields `error`, and those that caused it."""
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _describe_break(reason: Any) -> str:

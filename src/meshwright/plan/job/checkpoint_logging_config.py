@@ -14,8 +14,8 @@ class RunConfig:
 
     `folder` is where the run writes. A checkpoint is saved every `save_every` steps (0: only at the end), and
     the newest `keep` are kept. With `keep_best`, one more is saved after each evaluation that is the best so
-    far, and kept until a better one is saved. After the last step, `sample_tokens` tokens are generated from
-    `sample_prompt`.
+    far, and kept until a better one is saved. At each evaluation and after the last step, a model of text
+    writes `sample_tokens` tokens after `sample_prompt`, for the report.
 
     `trackers` (tensorboard, wandb, trackio, mlflow) receive every line of metrics, under the folder's name in
     `tracker_project`. `workers` threads prepare the batches of coming steps (0: each batch is made when its

@@ -45,6 +45,7 @@ td:first-child { min-width: 0; overflow-wrap: normal; }
 th { color: var(--faint); font-weight: 500; vertical-align: bottom; }
 th.number { text-align: right; min-width: 4.5em; }
 td.number { text-align: right; white-space: nowrap; min-width: 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; margin: 4px 0; }
 .note { color: var(--faint); font-size: 13.5px; margin: 6px 0; overflow-wrap: anywhere; }
 .warning { color: var(--warning); }
 code { background: var(--page); padding: 1px 5px; border-radius: 4px; font-size: 13px; }
@@ -59,19 +60,21 @@ code { background: var(--page); padding: 1px 5px; border-radius: 4px; font-size:
 """
 
 
-def html_document(title: str, style: str, body: str) -> str:
-    """Returns a whole page around `body`, with plotly inside; `title` is HTML."""
+def html_document(title: str, style: str, body: str, plotly: str | None = None) -> str:
+    """Returns a whole page around `body`; `title` is HTML. `plotly` is the address of plotly's script; None:
+    the script itself is inside.
+    """
     head = (
         f'<meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{title}</title><style>{style}</style>'
     )
-    script = f"<script>{get_plotlyjs()}</script>"
+    script = f"<script>{get_plotlyjs()}</script>" if plotly is None else f'<script src="{plotly}"></script>'
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
 
 def section(title: str, *parts: str) -> str:
-    """Returns a section of a page; `title` and `parts` are HTML."""
-    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+    """Returns a section of a page; `title` and `parts` are HTML. "": without a title."""
+    return f"<section>{f'<h2>{title}</h2>' if title else ''}{''.join(parts)}</section>"
 
 
 def fact_list(facts: Iterable[tuple[str, str]]) -> str:

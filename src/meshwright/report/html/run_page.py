@@ -5,7 +5,8 @@
     curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
                             step
     per run, in a column    the plan, predicted and measured values, time by category, the timeline of a
-                            step, memory, bytes, load of experts, compiled blocks, versions and machine
+                            step, memory, bytes, load of experts, samples, compiled blocks, versions and
+                            machine
 
 Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it. What
 takes no bytes has no row.
@@ -49,7 +50,7 @@ from meshwright.report.timeline.planned_vs_measured_bytes import (
 from meshwright.report.timeline.planned_vs_measured_spans import step_timeline
 from meshwright.report.timeline.run_folder_reader import RunRecord
 
-MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS, MAX_SHOWN_CAUSES = 8, 24, 3
+MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS, MAX_SHOWN_CAUSES, MAX_SHOWN_SAMPLES = 8, 24, 3, 5
 NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to time every action of some steps."
 NO_PREDICTION_HINT = (
     "Seconds are predicted if run.hardware names a profile that <code>meshwright bench device</code> wrote, "
@@ -80,9 +81,13 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
 
     `version` is that of meshwright.
     """
+    body = run_body(records, f"Written by meshwright {escape(version)}. This file needs no network.")
+    return html_document(_title(records), PAGE_STYLE, body)
+
+
+def run_body(records: Sequence[RunRecord], last_note: str) -> str:
+    """Returns what the report shows, as HTML: a header, and sections that end with `last_note`."""
     several = len(records) > 1
-    names = [escape(record.name) for record in records]
-    title = " and ".join([", ".join(names[:-1]), names[-1]] if several else names)
     rows = zip(
         *(_run_sections(record, place, several=several) for place, record in enumerate(records)), strict=True
     )
@@ -92,15 +97,20 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
         "" if several else f"<p>{_run_headline(records[0])}</p>{fact_list(summarize_run(records[0]).facts())}"
     )
     body = [
-        f"<header><h1>{title}</h1>{head}</header>",
+        f"<header><h1>{_title(records)}</h1>{head}</header>",
         f'<main class="{"several" if several else "one"}">',
         _run_comparison(records) if several else "",
         section("Curves", *_curves(records)),
         columns,
-        note(f"Written by meshwright {escape(version)}. This file needs no network."),
+        note(last_note),
         "</main>",
     ]
-    return html_document(title, PAGE_STYLE, "".join(body))
+    return "".join(body)
+
+
+def _title(records: Sequence[RunRecord]) -> str:
+    names = [escape(record.name) for record in records]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _run_sections(record: RunRecord, place: int, *, several: bool) -> Iterator[str]:
@@ -119,6 +129,8 @@ def _run_sections(record: RunRecord, place: int, *, several: bool) -> Iterator[s
     yield section(f"Bytes by action, per rank and step{name}", _nbytes_section(record))
     load = expert_load_section(record, f"expert-load-{place}")
     yield section(f"Load of experts{name}", *load) if load else ""
+    samples = _samples(record)
+    yield section(f"Samples{name}", *samples) if samples else ""
     graphs = _compiled_blocks_table(record)
     yield section(f"Compiled blocks{name}", graphs) if graphs else ""
     yield section(f"Versions and machine{name}", _machine_section(record))
@@ -165,6 +177,14 @@ def _curves(records: Sequence[RunRecord]) -> Iterator[str]:
     yield "" if tasks is None else f"<h3>tasks</h3>{figure_html(tasks, 'curve-tasks')}"
     most = max(len(record.steps) for record in records)
     yield note(f"Of {most:,} steps, evenly chosen ones are drawn." if most > MAX_POINTS else "")
+
+
+def _samples(record: RunRecord) -> tuple[str, ...]:
+    """The newest texts that the model has written, the last one first."""
+    newest = list(reversed(record.samples))[:MAX_SHOWN_SAMPLES]
+    return tuple(
+        f"<h3>step {line['step']:,}</h3><pre>{escape(str(line.get('text', '')))}</pre>" for line in newest
+    )
 
 
 def _plan_summary(record: RunRecord) -> str:

@@ -28,8 +28,8 @@ JSONObject = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder shows it. `steps`, `evaluations`, `expert_loads` and `tasks` are lines of metrics
-    in order of their step.
+    """A run as its folder shows it. `steps`, `evaluations`, `expert_loads`, `tasks` and `samples` are lines
+    of metrics in order of their step.
     """
 
     name: str
@@ -43,6 +43,7 @@ class RunRecord:
     notes: tuple[str, ...] = ()
     expert_loads: Sequence[JSONObject] = ()
     tasks: Sequence[JSONObject] = ()
+    samples: Sequence[JSONObject] = ()
 
     @property
     def world(self) -> int:
@@ -56,8 +57,10 @@ def read_run_record(folder: Path) -> RunRecord:
     notes: list[str] = []
     lines = list(_metric_lines(folder / "metrics.jsonl", notes))
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
-    evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
-    loads = {line["step"]: line for line in lines if line.get("kind") == "expert_load"}
+    evaluations, loads, samples = (
+        {line["step"]: line for line in lines if line.get("kind") == kind}
+        for kind in ("evaluation", "expert_load", "sample")
+    )
     tasks: dict[int, JSONObject] = {}
     for line in (each for each in lines if each.get("kind") == "tasks"):
         tasks[line["step"]] = {**tasks.get(line["step"], {}), **line}  # each may be of other tasks
@@ -80,6 +83,7 @@ def read_run_record(folder: Path) -> RunRecord:
         tuple(notes),
         [loads[step] for step in sorted(loads)],
         [tasks[step] for step in sorted(tasks)],
+        [samples[step] for step in sorted(samples)],
     )
 
 

@@ -142,6 +142,29 @@ def claim_run_folder(folder: Path) -> Iterator[Attempt]:
         _end(attempt)
 
 
+def newest_attempt(folder: Path) -> Attempt | None:
+    """Returns the newest attempt of the run in `folder`; None if it was never claimed."""
+    number = max(_attempt_numbers(folder), default=0)
+    return Attempt(folder, number) if number else None
+
+
+def is_running(attempt: Attempt) -> bool:
+    """Returns whether the owner of `attempt` is alive, for those who only look: an owner on another host is
+    taken to be alive if it has renewed its claim within `SILENT_S`, by the clock of this host.
+    """
+    path = attempt.folder / OWNER_FILE
+    modified_ns = _modified_ns(path)
+    if modified_ns is None:
+        return False
+    try:
+        owner = Owner.from_json(path.read_bytes())
+    except FileNotFoundError:
+        return False
+    if owner is not None and owner.is_local:
+        return HostProcess(owner.pid, owner.start_time).is_running
+    return time.time() - modified_ns * 1e-9 < SILENT_S
+
+
 def _claim(folder: Path) -> Attempt:
     prepared = folder / ATTEMPTS / f".claim-{secrets.token_hex(4)}"
     prepared.mkdir(parents=True)
@@ -163,7 +186,8 @@ def _claim(folder: Path) -> Attempt:
 
 
 def _attempt_numbers(folder: Path) -> list[int]:
-    return [int(path.name) for path in (folder / ATTEMPTS).iterdir() if path.name.isdecimal()]
+    inside = (folder / ATTEMPTS).glob("*")  # nothing, if the folder was never claimed
+    return [int(path.name) for path in inside if path.name.isdecimal()]
 
 
 def _rename_to_new(source: Path, target: Path) -> bool:

@@ -38,7 +38,7 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = str(error).partition("] ")[2] or str(error)
         text = f"--host {host} --port {port} cannot be listened on: {reason}"
         fix = "choose another port: --port 8001, or --port 0 for any that is free"
-        raise PlanError(text, fix=fix, location="serve") from error
+        raise PlanError(text, fix=fix, location="--port") from error
 
 
 class HttpServer:
@@ -55,9 +55,9 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """The address of the API."""
+        """The address of the server."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        return f"http://{host}:{self._socket.getsockname()[1]}"
 
     @property
     def is_running(self) -> bool:

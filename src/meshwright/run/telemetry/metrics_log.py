@@ -1,9 +1,9 @@
 """The metrics of a run as JSON lines, and the check that a resumed run repeats them.
 
 The first line names format and version ("header"). A line without `kind` is a global step. "evaluation" is a
-loss on held-out samples after a step, "tasks" are the metrics of tasks (`eval/hellaswag/acc`); "spike" is a
-step that the loss guard judged harmful, with what each rank's samples did; "expert_load" is how many tokens
-chose each expert since the last such line.
+loss on held-out samples after a step, "tasks" are the metrics of tasks (`eval/hellaswag/acc`), "sample" is a
+text that the model has written; "spike" is a step that the loss guard judged harmful, with what each rank's
+samples did; "expert_load" is how many tokens chose each expert since the last such line.
 
 After a kill, a run resumes from its last checkpoint and repeats some steps whose lines are in the file
 already. A repeated step must give a bit-identical loss and gradient norm, an evaluation the same loss;
@@ -28,12 +28,13 @@ from meshwright.plan.job.file_format import METRICS
 
 METRICS_FILE = "metrics.jsonl"
 HEADER, STEP, EVALUATION, TASKS = "header", "", "evaluation", "tasks"
-SPIKE, EXPERT_LOAD = "spike", "expert_load"
+SPIKE, EXPERT_LOAD, SAMPLE = "spike", "expert_load", "sample"
 METRIC_OF_TASK = "eval/"  # begins its name
 EXACT_KEYS = {
     STEP: ("loss", "grad_norm", "tokens"),
     EVALUATION: ("loss", "tokens"),
     TASKS: (),  # and their metrics, which need not be the same ones
+    SAMPLE: ("text",),
     SPIKE: ("loss", "grad_norm"),
     EXPERT_LOAD: (),  # a resumed run may begin within the steps of a line
 }

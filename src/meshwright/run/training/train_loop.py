@@ -44,16 +44,17 @@ from meshwright.run.telemetry.expert_load_lines import ExpertLoadLines, without_
 from meshwright.run.telemetry.metrics_log import (
     EVALUATION,
     METRIC_OF_TASK,
+    SAMPLE,
     SPIKE,
     TASKS,
     MetricsLog,
     ReplayCheck,
 )
 from meshwright.run.telemetry.rank_profile import RankUsage
+from meshwright.run.training.evaluations import Evaluations
 
 logger = logging.getLogger(__name__)
 
-RunTasks = Callable[[], Mapping[str, float]]  # called on all ranks; rank 0 gets the metrics of tasks by name
 PHASE_NAMES: dict[RunPhase, str] = {
     **{"init": "ending", "first_step": "training", "step": "training"},
     **{"evaluate": "evaluating", "save": "saving"},
@@ -65,7 +66,8 @@ class TrainResult:
     """The result of a run: the last step, its loss, whether it was stopped, and the check of repeated steps.
 
     `stop_reason` says why evaluations ended the run early ("": they did not), `num_skipped` counts the
-    harmful steps that the loss guard skipped, `num_overflows` the steps whose float16 gradients overflowed.
+    harmful steps that the loss guard skipped, `num_overflows` the steps whose float16 gradients overflowed;
+    `sample` is the last text that the model has written.
     """
 
     step: int
@@ -77,6 +79,7 @@ class TrainResult:
     stop_reason: str = ""
     num_skipped: int = 0
     num_overflows: int = 0
+    sample: str = ""
 
 
 def train_loop(
@@ -87,14 +90,13 @@ def train_loop(
     should_stop: Callable[[], bool],
     callbacks: Sequence[Callback] = (),
     progress: RankProgress | None = None,
-    eval_samples: EvalSamples | None = None,
+    evaluations: Evaluations | None = None,
     eval_history: EvalHistory | None = None,
-    run_tasks: RunTasks | None = None,
     *,
     only_evaluate: bool = False,
 ) -> TrainResult:
-    """Runs the remaining steps; calls `should_stop()` before each, `run_tasks()` at each evaluation, and
-    `callbacks` on rank 0. With `only_evaluate` it evaluates, and neither steps nor saves.
+    """Runs the remaining steps; calls `should_stop()` before each, and `callbacks` on rank 0. With
+    `only_evaluate` it evaluates, and neither steps nor saves.
 
     `progress` is updated, so that a failure can name the step. A last checkpoint is saved at the end. Raises
     Spiked, without a checkpoint, after a harmful step with guard.action = "stop".
@@ -112,9 +114,8 @@ def train_loop(
         callbacks,
         progress or RankProgress(),
         rank_usage,
-        eval_samples,
+        evaluations or Evaluations(),
         eval_history or EvalHistory(),
-        run_tasks,
     )
     process = psutil.Process()
     try:
@@ -207,15 +208,15 @@ class _TrainLoop:
         callbacks: Sequence[Callback],
         progress: RankProgress,
         rank_usage: RankUsage,
-        eval_samples: EvalSamples | None,
+        evaluations: Evaluations,
         eval_history: EvalHistory,
-        run_tasks: RunTasks | None,
     ) -> None:
         self.executor, self.plan, self.batches, self.world = executor, plan, batches, world
-        self.progress, self.rank_usage, self.eval_samples = progress, rank_usage, eval_samples
-        self.run_tasks = run_tasks
-        self.eval_history = eval_history if eval_samples is None else eval_history.for_samples(eval_samples)
-        self.stop_reason = "" if eval_samples is None else self.eval_history.stop_reason(plan.job.evaluate)
+        self.progress, self.rank_usage, self.evaluations = progress, rank_usage, evaluations
+        samples = evaluations.samples
+        self.eval_history = eval_history if samples is None else eval_history.for_samples(samples)
+        self.stop_reason = "" if samples is None else self.eval_history.stop_reason(plan.job.evaluate)
+        self.sample = ""
         self.stop_request: StopRequest = None
         self.loss: float | None = None
         self.record: StepRecord | None = None  # of the last step that was recorded
@@ -314,25 +315,31 @@ class _TrainLoop:
 
     def evaluate(self, *, last: bool) -> bool:
         """Evaluates if it is due; returns whether the result is the best so far."""
-        spec, step = self.plan.job.evaluate, self.executor.steps_done
-        due = last or (spec.every and step % spec.every == 0)
-        if (self.eval_samples is None and self.run_tasks is None) or self.stopped or not due:
+        every, step, given = self.plan.job.evaluate.every, self.executor.steps_done, self.evaluations
+        due = (last and given.sample_text is not None) or (
+            given.have_metrics and (last or (every and step % every == 0))
+        )
+        if self.stopped or not due:
             return False
         if self.executor.is_in_round:  # a stream that has ended: each site has another model
-            logger.warning("the data ended in the middle of a round: the sites are not evaluated")
+            if given.have_metrics:
+                logger.warning("the data ended in the middle of a round: the sites are not evaluated")
             return False
         self.record_last_step()
         self.enter_phase("evaluate", step)
         values: dict[str, Any] = {}
-        if self.eval_samples is not None:
-            values |= self._evaluate_loss(self.eval_samples)
-        improved = self.eval_samples is not None and self.eval_history.best_step == step
-        if self.run_tasks is not None:
-            values |= self._evaluate_tasks(self.run_tasks)
-        self.call_back(
-            lambda callback: callback.on_evaluate,
-            CallbackEvent(step, self.record, values, is_best=improved),
-        )
+        if given.samples is not None:
+            values |= self._evaluate_loss(given.samples)
+        improved = given.samples is not None and self.eval_history.best_step == step
+        if given.run_tasks is not None:
+            values |= self._evaluate_tasks(given.run_tasks)
+        if given.sample_text is not None:
+            self._write_sample(given.sample_text)
+        if values:
+            self.call_back(
+                lambda callback: callback.on_evaluate,
+                CallbackEvent(step, self.record, values, is_best=improved),
+            )
         return improved
 
     def _evaluate_loss(self, samples: EvalSamples) -> dict[str, Any]:
@@ -347,7 +354,14 @@ class _TrainLoop:
         self._write({"kind": EVALUATION, "step": step, **values, "seconds": seconds})
         return values
 
-    def _evaluate_tasks(self, run_tasks: RunTasks) -> Mapping[str, float]:
+    def _write_sample(self, sample_text: Callable[[], str]) -> None:
+        with self.rank_usage.timed_phase("evaluate"):
+            self.sample = sample_text()
+        seconds = self.rank_usage.pop_phase_seconds("evaluate")
+        text = {"text": self.sample, "prompt": self.plan.run.sample_prompt}
+        self._write({"kind": SAMPLE, "step": self.executor.steps_done, **text, "seconds": seconds})
+
+    def _evaluate_tasks(self, run_tasks: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         with self.rank_usage.timed_phase("evaluate"):
             metrics = run_tasks()
         seconds = self.rank_usage.pop_phase_seconds("evaluate")
@@ -375,7 +389,7 @@ class _TrainLoop:
         replay = self._metrics_log.replay if self._metrics_log else ReplayCheck()
         step = self.executor.steps_done
         values = (self.loss, self.stopped, replay, self.checkpoint, self.eval_history, self.stop_reason)
-        return TrainResult(step, *values, self.num_skipped, self.num_overflows)
+        return TrainResult(step, *values, self.num_skipped, self.num_overflows, self.sample)
 
     def close(self) -> None:
         """Closes the metrics log."""
