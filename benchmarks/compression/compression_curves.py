@@ -234,6 +234,7 @@ def main() -> None:
     for name, verdict in found.items():
         print(f"{name}: {share_of_bar(name, verdict):.2f} of its bar; {verdict.reason}")
     if options.steps == STEPS and list(found) == list(CODECS):
+        print(result(found, {}).write(NAME))  # the larger model takes as long again
         large = told(train_all(codecs, LARGE_STEPS, seeds=1, sizes=LARGE_SIZES))
         print(result(found, verdicts(large, LARGE_STEPS)).write(NAME))
 

@@ -13,9 +13,12 @@ gradient, and on the rank that coded the sum.
 Cost: 0.1406 / 4 of the bytes of float32; a residual of 4 bytes per element (gradient_compression.py).
 Limits: does not converge without error feedback, which it therefore insists on. The first steps of Adam want
 exact sums, since its second moments learn from them: `exact_steps`, a tenth of the run or more. With AdamW it
-still learns less per step: a Llama of 3.8 M ended 7 % above the loss of exact sums after 180 steps (benchmark
-`compression_curves`); 1-bit Adam, which codes momenta and freezes the second moments, is not built. What is
-not finite makes its block not finite, so that the loss guard sees it.
+still learns less per step: a Llama of 3.8 M ended 7 % above the loss of exact sums after 180 steps. AdamW
+divides an element by its own recent size, so that one which carries much of what was owed moves no further
+than others. Under Adafactor, which divides by the size of row and column, it ended 1.3 % above (benchmark
+`compression_curves`). 1-bit Adam, which freezes the second moments after the exact steps, is not built: in
+a run of 180 steps it ended further above (6 to 9 %). What is not finite makes its block not finite, so that
+the loss guard sees it.
 Paper: Seide et al. 2014, "1-bit stochastic gradient descent" (Interspeech); Karimireddy et al. 2019, "Error
 Feedback Fixes SignSGD", arXiv 1901.09847; Tang et al. 2021, "1-bit Adam", arXiv 2102.02888 (both ends).
 """
