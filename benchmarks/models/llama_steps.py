@@ -30,7 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import analyze, make_plan, parallelize
+from meshwright.api import analyze, default_strategies, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
@@ -38,6 +38,7 @@ from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.memory.tiers.disk_offload import DiskOffload
 from meshwright.parallel.memory.tiers.offload import Offload
 from meshwright.plan.job.data_config import DataConfig
@@ -108,30 +109,48 @@ class Batches:
         return self._data.batch([i % num for i in range(first, first + self._batch)])
 
 
-def plain_loop(rank: int, size: int, workload: str) -> Callable[[], object]:
-    """Returns the step of a plain PyTorch loop on one device."""
-    return torch_step(rank, size, WORKLOADS[workload], lambda model: model)
+def plain_loop(rank: int, size: int, workload: str, *, compiled: bool = False) -> Callable[[], object]:
+    """Returns the step of a plain PyTorch loop on one device; `compiled`: each layer by torch.compile."""
+    return torch_step(rank, size, WORKLOADS[workload], compile_layers if compiled else lambda model: model)
 
 
-def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) -> Callable[[], object]:
+def compile_layers(model: nn.Module) -> nn.Module:
+    """Compiles each layer of `model` in place, as torch's regional compilation does; returns the model."""
+    for layer in model.get_submodule("model.layers").children():
+        layer.compile()
+    return model
+
+
+def ddp(
+    rank: int, size: int, workload: str, store: str, *, half: bool = False, compiled: bool = False
+) -> Callable[[], object]:
     """Returns the same loop with torch's DistributedDataParallel over gloo, each rank on its share of the
     batch.
     """
     join(rank, size, store)
 
     def wrap(model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            compile_layers(model) if compiled else model, gradient_as_bucket_view=True
+        )
 
     return torch_step(rank, size, WORKLOADS[workload], wrap, autocast=half)
 
 
 def ours(
-    rank: int, size: int, workload: str, store: str = "", world: World | None = None
+    rank: int,
+    size: int,
+    workload: str,
+    store: str = "",
+    world: World | None = None,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """Returns the step of the engine on the same model: one device, or `batch_split` + `ddp` over gloo; in
     `world` unless it is None.
     """
-    return plan_step(workload, Mesh(dp_replicate=size), None, world or make_world(rank, size, store))
+    world = world or make_world(rank, size, store)
+    return plan_step(workload, Mesh(dp_replicate=size), None, world, compiled=compiled)
 
 
 def plan_step(
@@ -140,8 +159,12 @@ def plan_step(
     strategies: Sequence[Strategy] | None,
     world: World,
     precision: PrecisionConfig | None = None,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
-    """Returns the step of a plan of ours for `workload`, on this rank of `world`."""
+    """Returns the step of a plan of ours for `workload`, on this rank of `world`; without `strategies` with
+    those of `mesh`. `compiled`: with compiled blocks.
+    """
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
@@ -149,6 +172,8 @@ def plan_step(
     train = TrainConfig(batch=spec.batch)
     data, precision = DataConfig("stdlib", sequence=spec.sequence), precision or PrecisionConfig()
     job = Job(ModelConfig("llama"), data, train, OPTIMIZER, precision=precision)
+    strategies = default_strategies(mesh, analyzed.model_spec) if strategies is None else strategies
+    strategies = (*strategies, CompiledBlocks()) if compiled else strategies
     engine = parallelize(analyzed, make_plan(analyzed, job, mesh, strategies), world=world)
 
     def step() -> float:
@@ -166,9 +191,10 @@ def fsdp(
     reshard: bool = True,
     half: bool = False,
     offload: bool = False,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """Returns the same loop with torch's FSDP2 (fully_shard of each layer and of the rest) over gloo;
-    `reshard`: after forward too; `offload`: with CPUOffloadPolicy.
+    `reshard`: after forward too; `offload`: with CPUOffloadPolicy; `compiled`: each layer by torch.compile.
     """
     join(rank, size, store)
     policy = (
@@ -180,6 +206,7 @@ def fsdp(
     offload_policy = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
 
     def wrap(model: nn.Module) -> nn.Module:
+        model = compile_layers(model) if compiled else model
         for part in (*model.get_submodule("model.layers").children(), model):
             fully_shard(part, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload_policy)
         return model
@@ -254,6 +281,8 @@ def sharded(
     precision: Mapping[str, Any] | None = None,
     offload: Mapping[str, Any] | None = None,
     disk: Mapping[str, Any] | None = None,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero`, `precision`,
     `offload` and `disk` are fields of `ZeRO`, `PrecisionConfig`, `Offload` and `DiskOffload`; without one of
@@ -265,7 +294,8 @@ def sharded(
     offloads = () if offload is None else (Offload(**offload),)
     on_disk = () if disk is None else (DiskOffload(**disk),)
     strategies = (SplitBatch(axis="dp_shard"), ZeRO(**zero), *offloads, *on_disk)
-    return plan_step(workload, mesh, strategies, world, PrecisionConfig(**precision or {}))
+    how = PrecisionConfig(**precision or {})
+    return plan_step(workload, mesh, strategies, world, how, compiled=compiled)
 
 
 def torch_step(

@@ -29,6 +29,7 @@ from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.step_profiler import ProfilerSpan, StepProfiler
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
@@ -36,6 +37,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer
 
 Step = Callable[[], object]
@@ -128,12 +130,23 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.reshape(-1))
 
 
-def torch_step(rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int) -> Step:
-    """Returns the step of torch.distributed.pipelining."""
+def torch_step(
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    schedule: str,
+    num_microbatches: int,
+    *,
+    compiled: bool = False,
+) -> Step:
+    """Returns the step of torch.distributed.pipelining; `compiled`: each stage by torch.compile."""
     join(rank, size, store)
     torch.set_num_threads(1)
     virtual_stages, batches = VIRTUAL_STAGES.get(schedule, 1), Batches(WORKLOADS[workload])
     local_stages = stages(workload, rank, size, virtual_stages)
+    for stage in local_stages if compiled else ():
+        stage.compile()
     made: Any = [
         PipelineStage(stage, rank + size * number, size * virtual_stages, torch.device("cpu"))
         for number, stage in enumerate(local_stages)
@@ -225,10 +238,18 @@ def _run_actions(
 
 
 def engine_step(
-    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    schedule: str,
+    num_microbatches: int,
+    *,
+    compiled: bool = False,
 ) -> Step:
     """Returns the step of our engine on the same model, with the same split points for as many stages."""
-    engine, batches = _engine(rank, size, workload, store, schedule, num_microbatches)
+    inside = (CompiledBlocks(),) if compiled else ()
+    engine, batches = _engine(rank, size, workload, store, schedule, num_microbatches, inside)
 
     def step() -> float:
         return engine.step(engine.local_batch(batches.next())).loss
@@ -282,7 +303,13 @@ def transfer_step(rank: int, size: int, workload: str, store: str, num_microbatc
 
 
 def _engine(
-    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    schedule: str,
+    num_microbatches: int,
+    inside: Sequence[Strategy] = (),
 ) -> tuple[Trainer, Batches]:
     join(rank, size, store)
     torch.set_num_threads(1)
@@ -297,7 +324,7 @@ def _engine(
         virtual_stages=VIRTUAL_STAGES.get(schedule, 0),
         split_points=split_points(workload, size, virtual_stages),
     )
-    plan = make_plan(analyzed, job, mesh, (pipeline,), spec.batch // num_microbatches)
+    plan = make_plan(analyzed, job, mesh, (pipeline, *inside), spec.batch // num_microbatches)
     return parallelize(analyzed, plan, world=TorchWorld(mesh, rank, "cpu", shared_memory=False)), Batches(
         spec
     )

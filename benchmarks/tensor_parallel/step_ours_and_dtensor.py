@@ -8,7 +8,7 @@ Apart from that it is the loop of `llama_steps`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,20 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.models.llama_steps import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
+from benchmarks.models.llama_steps import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, compile_layers, join
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy_interface import Strategy
 
 Step = Callable[[], object]
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -52,18 +54,27 @@ COLLECTIVES = {
 
 
 def ours(
-    rank: int, size: int, workload: str, store: str, tensor_parallel: Mapping[str, Any] | None = None
+    rank: int,
+    size: int,
+    workload: str,
+    store: str,
+    tensor_parallel: Mapping[str, Any] | None = None,
+    *,
+    compiled: bool = False,
 ) -> Step:
     """Returns the step of the engine under tensor parallelism over all ranks; `tensor_parallel` are fields of
-    `TensorParallel`.
+    `TensorParallel`. `compiled`: with compiled blocks.
 
     The model is passed as a factory, as config files do: an `nn.Module` that is passed stays in memory beside
     its shards.
     """
-    return _engine(workload, _world(rank, size, store), TensorParallel(**tensor_parallel or {}))
+    strategies = (TensorParallel(**tensor_parallel or {}), *((CompiledBlocks(),) if compiled else ()))
+    return _engine(workload, _world(rank, size, store), strategies)
 
 
-def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool = False) -> Step:
+def dtensor(
+    rank: int, size: int, workload: str, store: str, *, prepared: bool = False, compiled: bool = False
+) -> Step:
     """Returns the step of a plain loop with a model that `parallelize_module` has sharded over all ranks.
 
     With `prepared`, attention and mlp are also declared to take their input as one DTensor
@@ -77,6 +88,8 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.get_submodule("model.layers").children():
         parallelize_module(layer, mesh, _styles(prepared=prepared))
+    if compiled:  # behind the sharding, as torchtitan does
+        compile_layers(model)
     names = dict(model.named_parameters())
     by_sharding = [
         {name: param for name, param in names.items() if isinstance(param, DTensor) == is_sharded}
@@ -147,7 +160,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 def _ledger_step(rank: int, size: int, workload: str, store: str) -> Callable[[], dict[str, float]]:
     world = _world(rank, size, store)
-    run = _engine(workload, world, TensorParallel())
+    run = _engine(workload, world, (TensorParallel(),))
     ledger = world.ledger
     ledger.is_recording = True
 
@@ -162,7 +175,7 @@ def _ledger_step(rank: int, size: int, workload: str, store: str) -> Callable[[]
     return step
 
 
-def _engine(workload: str, world: World, tensor_parallel: TensorParallel) -> Step:
+def _engine(workload: str, world: World, strategies: Sequence[Strategy]) -> Step:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
@@ -173,7 +186,7 @@ def _engine(workload: str, world: World, tensor_parallel: TensorParallel) -> Ste
         TrainConfig(batch=spec.batch),
         OPTIMIZER,
     )
-    engine = parallelize(analyzed, make_plan(analyzed, job, world.mesh, (tensor_parallel,)), world=world)
+    engine = parallelize(analyzed, make_plan(analyzed, job, world.mesh, strategies), world=world)
 
     def step() -> float:
         return engine.step(engine.local_batch(batches.next())).loss

@@ -53,7 +53,8 @@ def test_planted_bytes_are_noticed(monkeypatch):
     right = StageForwards.share_tokens
 
     def twice(self: Any, ids: Any) -> Any:
-        return right(self, right(self, ids))
+        right(self, ids).wait()
+        return right(self, ids)
 
     monkeypatch.setattr(StageForwards, "share_tokens", twice)
     assert compare_sent(CASES["pp 2"])["off"] == 8 * NUM_PROMPTS * NEW

@@ -300,7 +300,8 @@ def test_slices_send_two_sums_per_layer_and_a_few_numbers_per_row(layout: Layout
 
 
 def test_stages_send_hidden_states_and_tokens_alone():
-    tokens = len(PROMPTS) * (max(map(len, PROMPTS)) + NEW - 1)
+    batches = PROMPTS[:3], PROMPTS[3:]  # that go round, padded to their longest
+    tokens = sum(len(each) * (max(map(len, each)) + NEW - 1) for each in batches)
     first, last = answers_of("llama", LAYOUTS["pipeline"], use=sent)
     assert first == {"GENERATE(model.layers.0)": tokens * 48 * 8, "GENERATE": DIGEST}
     chosen, logprobs = len(PROMPTS) * NEW * 8, len(PROMPTS) * NEW * 16
@@ -310,8 +311,9 @@ def test_stages_send_hidden_states_and_tokens_alone():
 def test_a_callback_costs_two_sums_per_forward():
     rows = len(PROMPTS)
     for found in answers_of("llama", LAYOUTS["pipeline"], use=sent, on_token=lambda index, token: None):
-        calls = (NEW + 1) * 16 + NEW * 16 * rows  # a sum sends as much over two ranks
-        told = {"GENERATE(model.layers.0)": rows * (max(map(len, PROMPTS)) + NEW - 1) * 48 * 8}
+        calls = 2 * (NEW + 1) * 16 + NEW * 16 * rows  # two batches; a sum sends as much over two ranks
+        tokens = 3 * (6 + NEW - 1) + 2 * (8 + NEW - 1)
+        told = {"GENERATE(model.layers.0)": tokens * 48 * 8}
         is_first = "GENERATE(model.layers.0)" in found
         assert found == {"GENERATE": DIGEST + calls + (0 if is_first else rows * NEW * 24)} | (
             told if is_first else {}

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from meshwright.comm.collectives.group import Work
 from meshwright.engine.generation import generation_step, stage_forwards
 from meshwright.engine.generation.stage_forwards import StageForwards
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
@@ -134,12 +135,13 @@ def stay_short(self: StageForwards, cache: Any, num_tokens: int) -> None:
     right_end(self, None, num_tokens)
 
 
-def own_tokens(self: StageForwards, ids: torch.Tensor) -> torch.Tensor:
+def own_tokens(self: StageForwards, ids: torch.Tensor) -> Work:
     """Each rank goes on with the tokens that it has."""
-    return ids
+    return right_share(self, ids.clone())
 
 
 right_end: Callable[..., None] = StageForwards.end
+right_share: Callable[..., Work] = StageForwards.share_tokens
 
 
 @pytest.mark.parametrize(("name", "fault"), [("end", stay_short), ("share_tokens", own_tokens)])

@@ -95,21 +95,21 @@ class SequenceRows(NamedTuple):
 class ContinuousBatch:
     """The sequences of one rank, of which at most `max_num_seqs` run at once.
 
-    `groups` are in order; those of a group have the same prompt, and are at most `max_num_seqs`. `recorder`
-    records the routes of experts.
+    `waiting` are groups in order; those of a group have the same prompt, and are at most `max_num_seqs`.
+    Batches of a rank may take from the same list. `recorder` records the routes of experts.
     """
 
     def __init__(
         self,
         forward: CachedForward,
-        groups: Sequence[Sequence[GeneratedSequence]],
+        waiting: list[list[GeneratedSequence]],
         max_num_seqs: int,
         device: torch.device,
         recorder: RouteRecorder | None = None,
     ) -> None:
         self._forward, self._max_num_seqs, self._device = forward, max_num_seqs, device
         self._recorder = recorder
-        self._waiting = [list(group) for group in groups]
+        self._waiting = waiting
         self._running: SequenceRows | None = None
 
     @property
@@ -124,7 +124,7 @@ class ContinuousBatch:
     def drop_ended(self) -> None:
         """Drops sequences that somebody else has ended between two forwards, waiting or running."""
         running = ([each for each in group if each.state == RUNNING] for group in self._waiting)
-        self._waiting = [group for group in running if group]
+        self._waiting[:] = [group for group in running if group]
         self._running = None if self._running is None else _without_ended(self._running)
 
     @property
@@ -165,7 +165,7 @@ class ContinuousBatch:
         context = torch.cat([rows.context, ids_B.unsqueeze(1)], 1)
         remaining = _without_ended(rows._replace(context=context))
         if remaining is not None and remaining.cache is None:  # all of their tokens are computed again
-            self._waiting = [[each] for each in remaining.sequences] + self._waiting
+            self._waiting[:0] = [[each] for each in remaining.sequences]
             return
         if is_prefill and remaining is not None:
             release_unused(remaining.cache)
@@ -185,7 +185,7 @@ class ContinuousBatch:
                 break
             room -= len(group)
             admitted.append(group)
-        self._waiting = [group for group in self._waiting if group not in admitted]
+        self._waiting[:] = [group for group in self._waiting if group not in admitted]
         return admitted
 
     def _prompts(self, sequences: list[GeneratedSequence]) -> SequenceRows:

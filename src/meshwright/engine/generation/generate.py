@@ -34,11 +34,12 @@ max_num_seqs sequences, of the heads and layers of this rank: 2 layers x sequenc
 elements.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
+from itertools import cycle, pairwise
 from math import inf
 from typing import NoReturn, Protocol
 
@@ -55,6 +56,7 @@ from meshwright.engine.generation.continuous_batch import (
 )
 from meshwright.engine.generation.generation_step import (
     GENERATE_ACTION,
+    ForwardUnderWay,
     Gather,
     GenerationStep,
     end_at_length,
@@ -170,16 +172,19 @@ class _Generation:
         groups_by_rank, step = self._groups_by_rank(), self._step
         recording = nullcontext() if self._recorder is None else self._recorder.recording()
         with step.forwards() as forward, recording:
-            groups, device = groups_by_rank[step.group.index], self._state.world.device
-            batch = ContinuousBatch(forward, groups, self._request.max_num_seqs, device, self._recorder)
-            while self._goes_on(batch):
-                if batch.has_work or step.forwards_meet:
-                    rows, chosen = step.run(batch)
-                    extended = extend_sequences(rows.sequences, chosen)
-                    if self._is_called and extended:
-                        self._call(extended)
-                    end_at_length(extended)
-                    batch.append(rows, chosen.ids)
+            groups = sorted(groups_by_rank[step.group.index], key=_most_tokens, reverse=True)
+            batches = step.batches(forward, groups, self._request.max_num_seqs, self._recorder)
+            under_way = deque[tuple[ContinuousBatch, ForwardUnderWay] | None]()
+            for batch in cycle(batches):
+                has_work = any(under_way) or any(each.has_work for each in batches)
+                if not self._goes_on(has_work=has_work):
+                    break
+                runs = batch.has_work or step.forwards_meet
+                under_way.append((batch, step.begin(batch)) if runs else None)
+                if len(under_way) == len(batches) and (oldest := under_way.popleft()):
+                    self._append(*oldest)
+            for each in filter(None, under_way):  # when a rank has failed
+                each[1].finish()
         if self._num_failed_ranks:
             self._raise_error()
         return self._gathered([[each for group in groups for each in group] for groups in groups_by_rank])
@@ -199,11 +204,20 @@ class _Generation:
         edges = [len(groups) * edge // size for edge in range(size + 1)]
         return [groups[first:end] for first, end in pairwise(edges)]
 
-    def _goes_on(self, batch: ContinuousBatch) -> bool:
+    def _append(self, batch: ContinuousBatch, forward: ForwardUnderWay) -> None:
+        """Appends the tokens that follow a forward of `batch`, once they have arrived."""
+        rows, chosen = forward.finish()
+        extended = extend_sequences(rows.sequences, chosen)
+        if self._is_called and extended:
+            self._call(extended)
+        end_at_length(extended)
+        batch.append(rows, chosen.ids)
+
+    def _goes_on(self, *, has_work: bool) -> bool:
         """Returns whether there is work, here and where ranks agree, and no rank has failed."""
         if self._agreeing_group is None:
-            return batch.has_work
-        numbers = [int(batch.has_work), int(self._error is not None)]
+            return has_work
+        numbers = [int(has_work), int(self._error is not None)]
         summed = torch.tensor(numbers, device=self._state.world.device)
         self._agreeing_group.all_reduce(summed, action=GENERATE_ACTION).wait()
         num_working, self._num_failed_ranks = summed.tolist()
@@ -286,6 +300,13 @@ class _Generation:
         longest = max(len(prompt) + params.max_new_tokens - 1 for prompt, params in pairs)
         routes = self._recorder.padded_routes(own, most, longest, GENERATE_ACTION)
         return gather_from_ranks(self._step.group, routes)
+
+
+def _most_tokens(group: Sequence[GeneratedSequence]) -> int:
+    """Returns how many tokens may follow the prompt of `group`: the longest begin first, so that at the end
+    short ones fill the room, and no long one runs alone.
+    """
+    return group[0].params.max_new_tokens
 
 
 def gather_diagnostics(gather: str, location: str) -> Iterator[Diagnostic]:

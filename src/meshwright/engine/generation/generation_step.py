@@ -4,17 +4,23 @@
     choose                  the next token of each row     the same on all ranks of the rows
     extend_sequences        tokens appended; an end token ends an answer
 
+Along pp the sequences of a rank are as many batches as there are stages, where there are enough: while the
+last stage computes the tokens of one batch, the others compute the next.
+
+    stage 0    a0 b0    a1 b1    a2 b2          a, b: batches; a1: the forward behind the first token of a
+    stage 1       a0 b0    a1 b1    a2 b2
+
 Which ranks have the same rows, and which meet in a forward though their rows differ (experts along ep; shards
 that are gathered block by block), follows from the plan.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.group import Group, Work
 from meshwright.engine.generation.cached_forward import CachedForward
 from meshwright.engine.generation.continuous_batch import (
     AT_LENGTH,
@@ -24,6 +30,7 @@ from meshwright.engine.generation.continuous_batch import (
     GeneratedSequence,
     SequenceRows,
 )
+from meshwright.engine.generation.routed_experts import RouteRecorder
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.engine.generation.stage_forwards import make_stage_forwards
 from meshwright.engine.generation.token_sampler import (
@@ -62,6 +69,7 @@ class GenerationStep:
         meeting = _meeting_axes(state.plan, gather)
         self.meeting_axes = tuple(axis for axis in row_axes if axis in meeting)
         self._stages = make_stage_forwards(state, GENERATE_ACTION)
+        self._num_batches = 1 if self._stages is None else self._stages.num_batches
         # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
         slices = state.takes_residual_slices(has_whole_tokens=True)
         self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
@@ -85,15 +93,33 @@ class GenerationStep:
             module = self._state.trained_module.module
             yield CachedForward(module, self._stages, keeps_cache=self._keeps_cache)
 
-    def run(self, batch: ContinuousBatch) -> tuple[SequenceRows, ChosenTokens]:
-        """Runs the next forward of `batch`, and returns its rows with the token that follows each; where a
-        rank of a pipeline has no logits, without log-probabilities.
+    def batches(
+        self,
+        forward: CachedForward,
+        groups: Sequence[Sequence[GeneratedSequence]],
+        max_num_seqs: int,
+        recorder: RouteRecorder | None = None,
+    ) -> list[ContinuousBatch]:
+        """Returns the batches whose forwards follow each other; of all, `max_num_seqs` sequences run at once.
+
+        Those of each of `groups` have the same prompt, and stay together.
         """
+        waiting = [list(group) for group in groups]
+        largest, num_sequences = max(map(len, waiting), default=1), sum(map(len, waiting))
+        num_running = min(max_num_seqs, num_sequences)
+        room = max(largest, -(-num_running // self._num_batches))
+        count = max(1, min(self._num_batches, max_num_seqs // room, -(-num_sequences // room)))
+        room, device = room if count > 1 else max_num_seqs, self._state.world.device
+        return [ContinuousBatch(forward, waiting, room, device, recorder) for _ in range(count)]
+
+    def begin(self, batch: ContinuousBatch) -> "ForwardUnderWay":
+        """Runs the next forward of `batch`; tokens that another stage chooses may be under way behind it."""
         rows, logits_BV = batch.run_forward()
         stages, sequences = self._stages, rows.sequences
         if stages is not None and not stages.is_last:
             nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
-            return rows, ChosenTokens(stages.share_tokens(nothing.long()), nothing, nothing)
+            chosen = ChosenTokens(nothing.long(), nothing, nothing)
+            return ForwardUnderWay(rows, chosen, stages.share_tokens(chosen.ids))
         by_params = dict[SamplingParams, list[int]]()
         for place, sequence in enumerate(sequences):
             by_params.setdefault(sequence.params.of_a_token, []).append(place)
@@ -107,14 +133,29 @@ class GenerationStep:
         together = ChosenTokens(
             *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
         )
-        if stages is not None:
-            stages.share_tokens(together.ids)
-        return rows, together
+        arrival = None if stages is None else stages.share_tokens(together.ids)
+        return ForwardUnderWay(rows, together, arrival)
 
     def share_logprobs(self, logprobs: torch.Tensor) -> None:
         """Replaces `logprobs` on the ranks of a pipeline by those of the rank that has the logits."""
         if self._stages is not None:
             self._stages.share_logprobs(logprobs)
+
+
+class ForwardUnderWay(NamedTuple):
+    """The rows of a forward, and the token that follows each; where a rank of a pipeline has no logits,
+    without log-probabilities, and tokens arrive with `arrival`.
+    """
+
+    rows: SequenceRows
+    chosen: ChosenTokens
+    arrival: Work | None
+
+    def finish(self) -> tuple[SequenceRows, ChosenTokens]:
+        """Returns the rows and their tokens, once these have arrived."""
+        if self.arrival is not None:
+            self.arrival.wait()
+        return self.rows, self.chosen
 
 
 def extend_sequences(sequences: Sequence[GeneratedSequence], chosen: ChosenTokens) -> list[GeneratedSequence]:

@@ -143,13 +143,13 @@ class _ServingLoop:
         """Runs until the end is announced."""
         step = self._step
         with self._state.world.ledger.pause_recording(), step.forwards() as forward:
-            batch = ContinuousBatch(forward, (), self._max_num_seqs, self._state.world.device)
+            batch = ContinuousBatch(forward, [], self._max_num_seqs, self._state.world.device)
             while (is_working := self._announce(batch)) is not None:
                 if not is_working:
                     continue
                 tokens = list[NewToken]()
                 if batch.has_work or step.forwards_meet:
-                    rows, chosen = step.run(batch)
+                    rows, chosen = step.begin(batch).finish()
                     tokens = self._new_tokens(rows, chosen)
                     batch.append(rows, chosen.ids)
                 self._deliver(self._gathered(tokens))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import nan
 from typing import Any
 
@@ -137,6 +138,16 @@ class StageForwards:
         self._sends: list[tuple[Work, torch.Tensor]] = []
 
     @property
+    def num_batches(self) -> int:
+        """How many batches go round the ranks, so that all compute at once: as many as there are ranks, where
+        each has one stage.
+        """
+        calls = self._plan.graph.boundaries.block_calls
+        ranks = [self._plan.owners[block_of(call)] for call in calls]
+        num_stages = 1 + sum(one != other for one, other in pairwise(ranks))
+        return num_stages if num_stages == self._group.size else 1
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank computes the logits."""
         return self._group.index == self.last_rank
@@ -146,28 +157,34 @@ class StageForwards:
         """Makes blocks of other ranks return what these have sent, in forwards of the module."""
         with self._state.driver.use_interceptor(self._run_block):
             yield
+        self._wait_for_sends()
 
     def begin(self, ids: torch.Tensor) -> None:
         """Begins a forward on the tokens `ids`, (samples, tokens)."""
+        self._wait_for_sends()
         self._num_samples, self._num_tokens = ids.shape
-        self._num_calls, self._values = {}, {}
+        self._num_calls = {}
 
     def end(self, cache: Any, num_tokens: int) -> None:
-        """Ends a forward: layers of other ranks in `cache` become as long as the `num_tokens` so far."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends, self._values = [], {}
+        """Ends a forward: layers of other ranks in `cache` become as long as the `num_tokens` so far. What
+        this rank sends may still be under way.
+        """
+        self._values = {}
         for layer in [] if cache is None else cache.layers:
             fill_missing_columns(layer, self._num_samples, num_tokens, self._state.world.device)
 
-    def share_tokens(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the tokens of the rank that has the logits, `ids` (samples,), on all ranks."""
-        self._group.broadcast(ids, source=self.last_rank, action=self._action).wait()
-        return ids
+    def share_tokens(self, ids: torch.Tensor) -> Work:
+        """Begins to replace `ids` (samples,) on all ranks by those of the rank that has the logits."""
+        return self._group.broadcast(ids, source=self.last_rank, action=self._action)
 
     def share_logprobs(self, logprobs: torch.Tensor) -> None:
         """Replaces `logprobs` on all ranks by those of the rank that has the logits."""
         self._group.broadcast(logprobs, source=self.last_rank, action=self._action).wait()
+
+    def _wait_for_sends(self) -> None:
+        for work, _ in self._sends:
+            work.wait()
+        self._sends = []
 
     def _run_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         owner = self._plan.owners.get(name)
