@@ -8,7 +8,7 @@ initial values; of all weights every side has the same.
     mixtral   4 layers x 256, 64 experts of which a token chooses 8
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,14 +22,14 @@ from transformers.distributed import DistributedConfig
 
 from benchmarks.models.llama_steps import join
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.engine.generation.sampling_params import SamplingParams
+from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.trainer import Trainer
 
-Call = Callable[[], object]
+Call = Callable[[], list[list[int]]]  # returns the tokens of each answer
 VOCABULARY, PROMPT_LENGTH, NEW_TOKENS = 256, 32, 24
 NUM_REQUESTS, SHORTEST, LONGEST, ROOM = 64, 4, 128, 8  # requests of so many tokens, and sequences at once
 THEIR_ROOM = {"num_blocks": 64, "max_batch_tokens": 512, "max_requests_per_batch": ROOM}
@@ -91,14 +91,14 @@ def ours(
     """Returns a call of our `generate` under `mesh`; with a ZeRO `stage` weights are gathered once a call."""
     trainer = _trainer(rank, size, store, mesh, model, stage)
     prompts, params = prompts_of(num_prompts), _greedy(NEW_TOKENS)
-    return lambda: len(trainer.generate(prompts, params, max_num_seqs=num_prompts))
+    return lambda: _tokens(trainer.generate(prompts, params, max_num_seqs=num_prompts))
 
 
 def ours_continuous(rank: int, size: int, store: str, num_requests: int = NUM_REQUESTS) -> Call:
     """Returns a call with all requests: one that ends makes room for the next."""
     trainer = _trainer(rank, size, store, {}, "small", 0)
     prompts, params = prompts_of(num_requests), list(map(_greedy, new_tokens_of(num_requests)))
-    return lambda: len(trainer.generate(prompts, params, max_num_seqs=ROOM))
+    return lambda: _tokens(trainer.generate(prompts, params, max_num_seqs=ROOM))
 
 
 def ours_in_fixed_batches(rank: int, size: int, store: str, num_requests: int = NUM_REQUESTS) -> Call:
@@ -106,10 +106,10 @@ def ours_in_fixed_batches(rank: int, size: int, store: str, num_requests: int = 
     trainer = _trainer(rank, size, store, {}, "small", 0)
     prompts, params = prompts_of(num_requests), list(map(_greedy, new_tokens_of(num_requests)))
 
-    def call() -> None:
-        for first in range(0, num_requests, ROOM):
-            batch = slice(first, first + ROOM)
-            trainer.generate(prompts[batch], params[batch], max_num_seqs=ROOM)
+    def call() -> list[list[int]]:
+        batches = (slice(first, first + ROOM) for first in range(0, num_requests, ROOM))
+        answers = (trainer.generate(prompts[each], params[each], max_num_seqs=ROOM) for each in batches)
+        return [tokens for each in answers for tokens in _tokens(each)]
 
     return call
 
@@ -132,7 +132,12 @@ def theirs(
     generating.eval()
     ids = torch.tensor(prompts_of(num_prompts))
     how = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW_TOKENS}
-    return lambda: generating.generate(ids, attention_mask=torch.ones_like(ids), **how).shape[1]
+
+    def call() -> list[list[int]]:
+        texts = generating.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        return texts[:, PROMPT_LENGTH:].tolist()
+
+    return call
 
 
 def their_continuous(rank: int, size: int, store: str, num_requests: int = NUM_REQUESTS) -> Call:
@@ -144,16 +149,20 @@ def their_continuous(rank: int, size: int, store: str, num_requests: int = NUM_R
     requests = list(zip(prompts_of(num_requests), new_tokens_of(num_requests), strict=True))
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=LONGEST)
 
-    def call() -> int:
+    def call() -> list[list[int]]:
         with generating.continuous_batching_context_manager(
             generation_config=config, continuous_batching_config=ContinuousBatchingConfig(**THEIR_ROOM)
         ) as manager:
-            for prompt, limit in requests:
+            names = [
                 manager.add_request(prompt, max_new_tokens=limit, eos_token_id=-1)
-            finished = 0
-            while finished < num_requests:
-                finished += (result := manager.get_result(timeout=1)) is not None and result.is_finished()
-        return finished
+                for prompt, limit in requests
+            ]
+            tokens = dict[str, list[int]]()
+            while len(tokens) < num_requests:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    tokens[result.request_id] = result.generated_tokens
+        return [tokens[name] for name in names]
 
     return call
 
@@ -166,6 +175,10 @@ def _trainer(rank: int, size: int, store: str, mesh: Mapping[str, int], model: s
     job = Job(train=TrainConfig(steps=1, batch=2 * size))
     strategies = [BatchSplit("dp_shard"), ZeRO(stage=stage)] if stage else None
     return parallelize(analyzed, make_plan(analyzed, job, Mesh(**mesh), strategies))
+
+
+def _tokens(answers: Sequence[GeneratedAnswer]) -> list[list[int]]:
+    return [list(each.tokens) for each in answers]
 
 
 def _greedy(new_tokens: int) -> SamplingParams:

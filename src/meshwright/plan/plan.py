@@ -388,6 +388,10 @@ class RankPlan(Plan):
     view: RankView
     role: Role
 
+    def rank_view(self, rank: int) -> RankView:
+        """Returns what `rank` has of the sharding plan; of this rank `view`, which keeps what it computes."""
+        return self.view if rank == self.rank else super().rank_view(rank)
+
     @property
     def actions(self) -> tuple[Action, ...]:
         """The actions of this rank in a step."""

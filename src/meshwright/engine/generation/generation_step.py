@@ -128,11 +128,14 @@ class GenerationStep:
             sampler = TokenSampler(params, self._vocab_shard or full_vocabulary(logits_BV.shape[1]))
             seeds = [sequences[place].random_number for place in places]
             positions = [sequences[place].num_tokens for place in places]
-            chosen.append(sampler.choose(logits_BV[places], rows.context[places], seeds, positions))
-        order = torch.tensor([place for places in by_params.values() for place in places]).argsort()
-        together = ChosenTokens(
-            *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
-        )
+            index = places if len(by_params) > 1 else slice(None)
+            chosen.append(sampler.choose(logits_BV[index], rows.context[index], seeds, positions))
+        together = chosen[0]
+        if len(chosen) > 1:
+            order = torch.tensor([place for places in by_params.values() for place in places]).argsort()
+            together = ChosenTokens(
+                *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
+            )
         arrival = None if stages is None else stages.share_tokens(together.ids)
         return ForwardUnderWay(rows, together, arrival)
 

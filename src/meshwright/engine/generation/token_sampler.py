@@ -75,9 +75,12 @@ class TokenSampler:
             scores_BV = self._restricted(scores_BV / self._params.temperature)
             keys_BV = scores_BV + self._noise(requests, positions, logits_BV.device)
         key_B1, index_B1 = keys_BV.max(dim=1, keepdim=True)
-        local = [key_B1, (index_B1 + self._shard.start).double()]
-        local += [each.gather(1, index_B1) for each in (logits_BV, scores_BV)]
-        local += [each.logsumexp(1, keepdim=True) for each in (logits_BV, scores_BV)]
+        # a greedy token is drawn from nothing: what it needs of the logits once stands twice
+        logit_B1, total_B1 = logits_BV.gather(1, index_B1), logits_BV.logsumexp(1, keepdim=True)
+        score_B1, kept_B1 = logit_B1, total_B1
+        if self._params.do_sample:
+            score_B1, kept_B1 = scores_BV.gather(1, index_B1), scores_BV.logsumexp(1, keepdim=True)
+        local = [key_B1, (index_B1 + self._shard.start).double(), logit_B1, score_B1, total_B1, kept_B1]
         key_RB, *of_best, total_RB, kept_RB = self._shard.all_gather(torch.cat(local, 1)).unbind(2)
         best_1B = key_RB.argmax(0, keepdim=True)  # the first rank's, so the lowest id of several
         id_B, logit_B, score_B = (each.gather(0, best_1B).squeeze(0) for each in of_best)

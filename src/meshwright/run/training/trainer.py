@@ -220,11 +220,11 @@ class Trainer:
         """Returns for the keys and values of how many sequences of `num_tokens` tokens this rank has the
         memory; None if the cache of the model is not known.
         """
-        layers = self.analyzed.cached_layers
-        nbytes = kv_cache_nbytes(layers or (), self.plan, self.world.rank, 1, num_tokens)
+        layers, plan = self.analyzed.cached_layers, self.executor.state.plan
+        nbytes = kv_cache_nbytes(layers or (), plan, plan.rank, 1, num_tokens)
         if nbytes <= 0:
             return None
-        gathered = gathered_weights_nbytes(self.plan, self.world.rank) if gather == "once" else 0
+        gathered = gathered_weights_nbytes(plan, plan.rank) if gather == "once" else 0
         return max(0, available_nbytes(self.world.device) - gathered) // nbytes
 
     @contextmanager
