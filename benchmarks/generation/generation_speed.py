@@ -66,7 +66,7 @@ class Row:
     ours: Called
     base: Called
     speed: float
-    window: Window = Window(20, 40, 240)
+    window: Window = Window(20, 40, 150)
 
     def measured(self) -> tuple[Rounds, Comparison, Comparison]:
         """Returns the rounds, the comparison of seconds, and that of CPU seconds."""
@@ -88,7 +88,7 @@ def _under(axis: str, num_prompts: int = 4, model: str = "llama") -> tuple[Calle
 
 def rows() -> dict[str, Row]:
     """Returns all rows by name."""
-    one, few = {"mesh": {}, "num_prompts": 4}, Window(15, 20, 600, warmup=1)
+    one, few = {"mesh": {}, "num_prompts": 4}, Window(15, 20, 420, warmup=1)
     copies = Called(ours, 2, {"mesh": {"dp_replicate": 2}, "num_prompts": 4})
     sharded = Called(ours, 2, {"mesh": {"dp_shard": 2}, "num_prompts": 4, "stage": 3})
     continuous = Called(ours_continuous)
