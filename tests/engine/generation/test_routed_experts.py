@@ -291,6 +291,12 @@ def test_what_has_no_routes_is_refused_by_name():
     with pytest.raises(PlanError, match=r"has the shape(?s:.*)2 layers with experts, 2 experts"):
         steps_of(LAYOUTS["one device"], wrong_shape)
 
+    def absent_expert(trainer: Any) -> None:
+        trainer.step(trainer.local_batch({**batch, "routed_experts": batch["routed_experts"] + 1}))
+
+    with pytest.raises(PlanError, match=r"names experts from \d to 3 for layer '.*', which has 3, numbered"):
+        steps_of(LAYOUTS["one device"], absent_expert)
+
     def wrong_answers(trainer: Any, _: object) -> None:
         trainer.logprobs([[1, 2]], [[3]], routed_experts=[given_routes(3)])
 

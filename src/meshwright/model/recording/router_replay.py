@@ -17,7 +17,7 @@ The choice is found in the forward of the module around the experts: `topk` of t
 experts are given is compared with the record: a router that chooses in another way is refused, not ignored.
 
 Cost: no message; a batch has tokens x layers x k integers more, and an answer is told to other ranks with
-these. On a GPU the host reads one comparison per layer and forward.
+these. On a GPU the host reads two comparisons per layer and forward.
 Limits: each token chooses k experts of its layer by their scores. Routings with capacity, experts that choose
 tokens, the dense form (Llama 4), and experts that are called twice in a forward are refused. So are steps
 whose ranks have slices of the residual stream (sequence_parallel; 2-D and 3-D tensor parallelism): a router
@@ -101,6 +101,11 @@ class _LayerReplay:
         index = self._recorded()
         if index is None:
             return forward(*args, **kwargs)
+        if bool(((index < NOT_RECORDED) | (index >= self._call.num_experts)).any()):
+            text = f"{ROUTED_EXPERTS} names experts from {int(index.min())} to {int(index.max())} for layer "
+            text += f"'{self._call.name}', which has {self._call.num_experts}, numbered from 0"
+            fix = "replay what was recorded with this model, and in the order of its layers"
+            raise PlanError(text, fix=fix, location="batch")
         with _ReplayedChoice(index, self._call.num_experts):
             return forward(*args, **kwargs)
 
