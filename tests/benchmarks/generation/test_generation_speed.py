@@ -17,6 +17,7 @@ from benchmarks.generation.generation_sides import (
     their_continuous,
     theirs,
 )
+from benchmarks.harness.interleaved_timing import Comparison, Interval
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.models.llama_steps import fresh_store
 
@@ -49,6 +50,15 @@ def test_limits_are_spread_evenly():
     assert (min(limits), max(limits)) == (SHORTEST, LONGEST)
     assert len(set(limits)) == NUM_REQUESTS
     assert limits != sorted(limits)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(0.5, 0.6, True), (0.5, 0.63, "unresolved"), (0.7, 0.8, False)]
+)
+def test_a_row_is_decided_where_noise_does_not_reach_across_its_bar(low: float, high: float, expected: Any):
+    ratio, noise = Interval(0.6, low, high), Interval(1.0, 0.98, 1.05)
+    found = Comparison("ours", "base", 0.65, (), ratio, noise)
+    assert generation_speed.verdict(found) == expected
 
 
 def test_bars_are_on_seconds():
