@@ -60,7 +60,7 @@ class Row:
         with ExitStack() as opened:
             ranks = []
             for name, (build, arguments) in sides.items():
-                store = {"store": fresh_store()} if self.num_ranks > 1 else {}
+                store: dict[str, Any] = {"store": fresh_store()} if self.num_ranks > 1 else {}
                 made = Ranks(
                     name, build, self.num_ranks, preload=PRELOAD, **store, **self.arguments, **arguments
                 )

@@ -115,18 +115,19 @@ def ours_in_fixed_batches(rank: int, size: int, store: str, num_requests: int = 
 
 
 def theirs(
-    rank: int, size: int, store: str, sizes: Mapping[str, int], num_prompts: int, model: str = "llama"
+    rank: int, size: int, store: str, sizes: Mapping[str, Any], num_prompts: int, model: str = "llama"
 ) -> Call:
     """Returns a call of transformers' `generate`, on `sizes` of its DistributedConfig, with its cache."""
     torch.set_num_threads(1)
     join(rank, size, store)
+    generating: Any
     if sizes:
         folder = Path(f"{store}.model")  # beside the store of this group
         if rank == 0:
             cast(Any, model_of(model)).save_pretrained(folder)
         dist.barrier()
         loading = transformers.AutoModelForCausalLM.from_pretrained
-        generating: Any = loading(folder, distributed_config=DistributedConfig(**sizes))
+        generating = loading(folder, distributed_config=DistributedConfig(**sizes))
     else:
         generating = model_of(model)
     generating.eval()

@@ -19,6 +19,7 @@ def test_both_sides_take_the_arguments_of_their_row(name: str):
         assert bound.arguments.get("compiled", False) == (name != "toy")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_each_layer_is_compiled():
     model = compile_layers(WORKLOADS["toy"].model())
     layers = list(model.get_submodule("model.layers").children())
