@@ -241,16 +241,11 @@ def main() -> None:
         )
     if quick:
         return
-    _, worst, _ = max(figures, key=lambda each: each[1].ratio.high / each[0].bar)
-    result = Result.of(
+    result = Result.of_worst(
         NAME,
         CLAIM,
-        values=worst.values,
-        median=worst.ratio.median,
-        spread=(worst.ratio.low, worst.ratio.high),
-        bar=worst.bar,
+        [found for _, found, _ in figures],
         holds=overall("unresolved" if holds == "unresolved" else bool(holds) for _, _, holds in figures),
-        repeats=min(len(found.values) for _, found, _ in figures),
         discarded=discarded,
         detail=rows,
     )

@@ -54,7 +54,7 @@ PRELOAD = (*HEAVY, "transformers.models.mixtral.modeling_mixtral")
 
 
 @dataclass(frozen=True)
-class Called:
+class TimedCall:
     """A side: the function that builds its call, on how many ranks, with which arguments."""
 
     build: Build
@@ -71,8 +71,8 @@ class Called:
 class Row:
     """Our call beside another, and how many times as many tokens/s it has to make."""
 
-    ours: Called
-    base: Called
+    ours: TimedCall
+    base: TimedCall
     speed: float
     window: Window = Window(20, 40, 150)
 
@@ -95,30 +95,32 @@ def verdict(found: Comparison) -> Verdict:
     return is_within or (False if is_beyond else "unresolved")
 
 
-def _under(axis: str, num_prompts: int = 4, model: str = "llama") -> tuple[Called, Called]:
+def _under(axis: str, num_prompts: int = 4, model: str = "llama") -> tuple[TimedCall, TimedCall]:
     """Returns our call and theirs on two ranks along one axis."""
     common = {"num_prompts": num_prompts, "model": model}
     sizes = {f"{axis}_size": 2}
     sizes |= {"tp_size": 2} if axis == "ep" else {}  # experts over ranks that have the same tokens
-    return Called(ours, 2, {**common, "mesh": {axis: 2}}), Called(theirs, 2, {**common, "sizes": sizes})
+    return TimedCall(ours, 2, {**common, "mesh": {axis: 2}}), TimedCall(theirs, 2, {**common, "sizes": sizes})
 
 
 def rows() -> dict[str, Row]:
     """Returns all rows by name."""
     one, few = {"mesh": {}, "num_prompts": 4}, Window(15, 20, 420, warmup=1)
-    copies = Called(ours, 2, {"mesh": {"dp_replicate": 2}, "num_prompts": 4})
-    sharded = Called(ours, 2, {"mesh": {"dp_shard": 2}, "num_prompts": 4, "stage": 3})
-    continuous = Called(ours_continuous)
+    copies = TimedCall(ours, 2, {"mesh": {"dp_replicate": 2}, "num_prompts": 4})
+    sharded = TimedCall(ours, 2, {"mesh": {"dp_shard": 2}, "num_prompts": 4, "stage": 3})
+    continuous = TimedCall(ours_continuous)
     return {
-        "one device": Row(Called(ours, 1, one), Called(theirs, 1, {"sizes": {}, "num_prompts": 4}), 0.98),
+        "one device": Row(
+            TimedCall(ours, 1, one), TimedCall(theirs, 1, {"sizes": {}, "num_prompts": 4}), 0.98
+        ),
         "tp 2": Row(*_under("tp"), 1.3),
         "pp 2, 4 sequences": Row(*_under("pp"), 1.1),
         "pp 2, 8 sequences": Row(*_under("pp", 8), 1.5),
         "ep 2": Row(*_under("ep", model="mixtral"), 1.3),
         "ZeRO-3 beside copies": Row(sharded, copies, 0.9),
-        "copies beside one rank": Row(copies, Called(ours, 1, one), 1.7),
-        "continuous beside fixed batches": Row(continuous, Called(ours_in_fixed_batches), 1.5, few),
-        "continuous beside generate_batch": Row(continuous, Called(their_continuous), 10.0, few),
+        "copies beside one rank": Row(copies, TimedCall(ours, 1, one), 1.7),
+        "continuous beside fixed batches": Row(continuous, TimedCall(ours_in_fixed_batches), 1.5, few),
+        "continuous beside generate_batch": Row(continuous, TimedCall(their_continuous), 10.0, few),
     }
 
 
@@ -133,16 +135,11 @@ def main(words: Sequence[str]) -> None:
             print(f"{speed}, A/A {wall.aa}, holds {verdict(wall)}; cpu {cpu.ratio}", flush=True)
     if words:
         return
-    _, worst, _ = max(measured.values(), key=lambda each: each[1].ratio.high / each[1].bar)
-    result = Result.of(
+    result = Result.of_worst(
         NAME,
         CLAIM,
-        values=worst.values,
-        median=worst.ratio.median,
-        spread=(worst.ratio.low, worst.ratio.high),
-        bar=worst.bar,
+        [wall for _, wall, _ in measured.values()],
         holds=overall(verdict(wall) for _, wall, _ in measured.values()),
-        repeats=min(len(wall.values) for _, wall, _ in measured.values()),
         discarded=sum(rounds.discarded for rounds, _, _ in measured.values()),
         detail={
             name: {

@@ -3,7 +3,7 @@
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -95,7 +95,6 @@ class Result:
         CPU time decides. The figure shown is that of the workload whose upper bound is furthest above (least
         below) its bar; the detail contains every workload, with its wall time.
         """
-        _, worst, _ = max(workloads.values(), key=lambda each: each[1].ratio.high / each[1].bar)
         rows = {
             workload: {
                 "cpu": cpu.as_dict(),
@@ -108,6 +107,30 @@ class Result:
             }
             for workload, (rounds, cpu, wall) in workloads.items()
         }
+        return cls.of_worst(
+            name,
+            claim,
+            [cpu for _, cpu, _ in workloads.values()],
+            holds=overall(cpu.holds for _, cpu, _ in workloads.values()),
+            discarded=sum(rounds.discarded for rounds, _, _ in workloads.values()),
+            detail=rows,
+        )
+
+    @classmethod
+    def of_worst(
+        cls,
+        name: str,
+        claim: str,
+        comparisons: Collection[Comparison],
+        *,
+        holds: Verdict,
+        discarded: int,
+        detail: Mapping[str, object],
+    ) -> Self:
+        """Returns a result that shows the one of `comparisons` whose upper bound is furthest above (least
+        below) its bar.
+        """
+        worst = max(comparisons, key=lambda each: each.ratio.high / each.bar)
         return cls.of(
             name,
             claim,
@@ -115,10 +138,10 @@ class Result:
             median=worst.ratio.median,
             spread=(worst.ratio.low, worst.ratio.high),
             bar=worst.bar,
-            holds=overall(cpu.holds for _, cpu, _ in workloads.values()),
-            repeats=min(len(cpu.values) for _, cpu, _ in workloads.values()),
-            discarded=sum(rounds.discarded for rounds, _, _ in workloads.values()),
-            detail=rows,
+            holds=holds,
+            repeats=min(len(each.values) for each in comparisons),
+            discarded=discarded,
+            detail=detail,
         )
 
     def merge_previous(self, previous: Mapping[str, Any]) -> Self:

@@ -17,7 +17,7 @@ The choice is found in the forward of the module around the experts: `topk` of t
 experts are given is compared with the record: a router that chooses in another way is refused, not ignored.
 
 Cost: no message; a batch has tokens x layers x k integers more, and an answer is told to other ranks with
-these. On a GPU the host reads two comparisons per layer and forward.
+these. On a GPU the host reads one comparison per layer and forward.
 Limits: each token chooses k experts of its layer by their scores. Routings with capacity, experts that choose
 tokens, the dense form (Llama 4), and experts that are called twice in a forward are refused. So are steps
 whose ranks have slices of the residual stream (sequence_parallel; 2-D and 3-D tensor parallelism): a router
@@ -101,11 +101,6 @@ class _LayerReplay:
         index = self._recorded()
         if index is None:
             return forward(*args, **kwargs)
-        if bool(((index < NOT_RECORDED) | (index >= self._call.num_experts)).any()):
-            text = f"{ROUTED_EXPERTS} names experts from {int(index.min())} to {int(index.max())} for layer "
-            text += f"'{self._call.name}', which has {self._call.num_experts}, numbered from 0"
-            fix = "replay what was recorded with this model, and in the order of its layers"
-            raise PlanError(text, fix=fix, location="batch")
         with _ReplayedChoice(index, self._call.num_experts):
             return forward(*args, **kwargs)
 
@@ -116,10 +111,21 @@ class _LayerReplay:
             given = [each for each in tree_tensors((args, kwargs)) if not each.is_floating_point()]
             is_same = len(given) == 1 and given[0].shape == index.shape
             if not (is_same and bool(((given[0] == index) | (index == NOT_RECORDED)).all())):
-                text = f"the experts '{self._call.name}' are given another choice than the recorded one: "
-                text += "their router does not choose by the highest scores of each token alone"
-                raise PlanError(text, fix=WITHOUT_FIX, location="model")
+                raise self._refusal(index)
         return forward(*args, **kwargs)
+
+    def _refusal(self, index: torch.Tensor) -> PlanError:
+        """Returns why the experts were not given the recorded `index`."""
+        name, num_experts = self._call.name, self._call.num_experts
+        lowest, highest = int(index.min()), int(index.max())
+        if lowest < NOT_RECORDED or highest >= num_experts:
+            text = f"{ROUTED_EXPERTS} names experts from {lowest} to {highest} for layer '{name}', which has "
+            text += f"{num_experts}, numbered from 0"
+            fix = "replay what was recorded with this model, and in the order of its layers"
+            return PlanError(text, fix=fix, location="batch")
+        text = f"the experts '{name}' are given another choice than the recorded one: "
+        text += "their router does not choose by the highest scores of each token alone"
+        return PlanError(text, fix=WITHOUT_FIX, location="model")
 
     def _recorded(self) -> torch.Tensor | None:
         """Returns the recorded experts of this layer, (samples x tokens, k)."""
@@ -163,6 +169,7 @@ class _ReplayedChoice(TorchFunctionMode):
         if not are_all or found.indices.shape[-1] not in (k, self._num_experts):
             return found
         index, chosen = self._index.view(*scores.shape[:-1], k), found.indices[..., :k]
-        first = torch.where(index == NOT_RECORDED, chosen, index)
+        # an expert that the layer does not have is refused where the experts compare what they are given
+        first = torch.where(index < 0, chosen, index.clamp(max=self._num_experts - 1))
         indices = torch.cat([first, found.indices[..., k:]], -1)
         return make((scores.gather(-1, indices), indices))
