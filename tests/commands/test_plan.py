@@ -218,3 +218,6 @@ def test_a_plan_explains_the_graphs_of_its_blocks(
     assert "graphs of blocks under torch.compile, on one rank\n" in text
     assert "Block" in text
     assert "graphs of blocks" not in invoke(capsys, "plan", str(config))[1]
+    code, _, error = invoke(capsys, "plan", str(config), "--compile")
+    assert code == 2
+    assert "can be compiled before a run: the backend 'aot_eager' keeps nothing" in error

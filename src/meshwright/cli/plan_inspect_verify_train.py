@@ -53,6 +53,13 @@ def plan(
             help="Count the graphs of blocks under torch.compile, with the lines where they end.",
         ),
     ] = False,
+    compile_ahead: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the graphs of blocks into torch's cache folder, from which a run loads them.",
+        ),
+    ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
     ] = None,
@@ -83,6 +90,8 @@ def plan(
         console.print(command.resolved_view(resolved, prediction, actions=actions))
         if explain_model:
             console.print(command.explanation_view(resolved))
+        if compile_ahead:
+            console.print(command.compile_ahead_view(resolved))
         if max_num_seqs is not None:
             console.print(command.kv_cache_view(resolved, max_num_seqs))
         if as_json is not None:

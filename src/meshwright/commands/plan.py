@@ -11,7 +11,7 @@ from rich.text import Text
 
 import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
-from meshwright.device.local_device import target_platform
+from meshwright.device.local_device import own_device, target_platform
 from meshwright.device.platforms import CPU
 from meshwright.integrations.lm_eval_tasks import task_diagnostics
 from meshwright.parallel import STRATEGIES
@@ -20,13 +20,14 @@ from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
-from meshwright.report.terminal.explain_model import compiled_graphs_view
+from meshwright.report.terminal.explain_model import compiled_graphs_view, graphs_ahead_view
 from meshwright.report.terminal.memory_and_sent_bytes import kv_cache_text
 from meshwright.report.terminal.plan_overview import PlanOverview
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import write_request
+from meshwright.run.measure.compile_ahead import compile_ahead
 from meshwright.run.measure.count_graphs import count_graphs
 from meshwright.run.measure.hardware_file import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
@@ -125,6 +126,12 @@ def explanation_view(resolved: ResolvedRequest) -> RenderableType:
     """Returns the graphs that torch.compile makes of the blocks of the plan, and why they end or grow."""
     run = resolved[1]
     return compiled_graphs_view(count_graphs(run.analyzed, run.plan, run.loss))
+
+
+def compile_ahead_view(resolved: ResolvedRequest) -> RenderableType:
+    """Compiles the graphs of the blocks of the plan for the device of this process, and returns how many."""
+    run = resolved[1]
+    return graphs_ahead_view(compile_ahead(run.analyzed, run.plan, run.loss, own_device()))
 
 
 def kv_cache_view(resolved: ResolvedRequest, max_num_seqs: int) -> RenderableType:

@@ -195,13 +195,15 @@ def lone_executor(
     *,
     fake: bool = True,
     compiles: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Iterator[StepExecutor]:
-    """Context manager: yields the executor of `rank` without the other ranks, on `fake` tensors or real ones.
+    """Context manager: yields the executor of `rank` without the other ranks, on `fake` tensors or real ones
+    of `device`, that of the module.
 
     With `compiles`, a strategy may compile the blocks; else they run as they are. Raises
     NeedsRealTensorsError when `fake` tensors do not suffice.
     """
-    world = FakeWorld(plan.mesh, rank)
+    world = FakeWorld(plan.mesh, rank, device)
     subject = make_trained_module(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
     try:
         with ExitStack() as stack:

@@ -2,9 +2,13 @@
 is refused by name.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -330,3 +334,40 @@ def test_inductor_trains_the_numbers_of_one_device(
     monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 1)
     verdict = verdict_of(case_of(analyzed_model(p=0.3), planned(Mesh(dp_replicate=2), CompiledBlocks())))
     assert verdict.passed, verdict
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from torch import fx
+from meshwright.parallel.memory.compiled_blocks import compile_once_per_cache
+
+def compile_graph(graph, inputs):
+    with Path(sys.argv[1]).open("a") as log:
+        print("begin", file=log, flush=True)
+        if sys.argv[2] == "stay":
+            time.sleep(600)
+        print("end", file=log)
+
+compile_once_per_cache(compile_graph, fx.symbolic_trace(lambda x: x + 1), ())
+"""
+
+
+def test_of_the_processes_of_a_host_one_compiles_at_a_time_and_one_that_is_killed_lets_go(
+    tmp_path: Path,
+):
+    log = tmp_path / "log"
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(how: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-Wignore", "-c", HOLDER, str(log), how], env=environment)
+
+    with start("stay") as holder:
+        while not (log.exists() and log.read_text()):
+            sleep(0.05)
+        waiting = [start("end") for _ in range(2)]
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting[0].wait(4)
+        holder.kill()
+        assert [each.wait() for each in waiting] == [0, 0]
+    assert log.read_text().split() == ["begin", *["begin", "end"] * 2]

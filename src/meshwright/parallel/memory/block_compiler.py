@@ -199,7 +199,8 @@ class BlockCompiler:
         cause, self._failed_guard = self._failed_guard, ""
         step, first = self._state.step.number, self._first_step
         broken = _describe_break(vars(graph_module)["compile_subgraph_reason"])
-        self.graphs.graphs.append(CompiledGraph(self._current_block, step, cause, broken))
+        num_operations = sum(node.op.startswith("call") for node in graph_module.graph.nodes)
+        self.graphs.graphs.append(CompiledGraph(self._current_block, step, cause, broken, num_operations))
         self._last_cause = cause or NEW_BRANCH
         if self._is_training and first is not None and step - first >= FIRST_STEPS:
             self.graphs.num_late += 1

@@ -19,7 +19,8 @@ Dropout masks are inputs of a graph (model/rng/compiled_draws.py): the same as w
 backend and mode of torch.compile. `dynamic` says whether graphs hold for all lengths: with "auto" the second
 length is compiled for all. A run warns once of a block that is compiled after the first two steps, and once
 of one in which no graph runs; `report` counts both. Of a class that is compiled anew in 16 calls after these
-steps the blocks run uncompiled from then on. `plan --explain-model` counts graphs before a run.
+steps the blocks run uncompiled from then on. `plan --explain-model` counts graphs before a run, and
+`plan --compile` compiles them into torch's cache, from which ranks and later runs load them.
 
 In half precision Inductor keeps float32 between the operations that it fuses, where torch rounds the result
 of each: fewer roundings, so another loss in the first digits that bfloat16 does not hold (2e-4 of it, on a
@@ -32,10 +33,12 @@ bit by bit; sums of a backward may run in another order. Other backends run torc
 Cost: no bytes sent; seconds of compilation at the first step, and at the first of another length. A compiler
 chooses what it saves for the backward, so memory differs from what `plan` says of operations: that of
 `memory_budget` and `activation_offload` too, which work on what is there.
-Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks of one host
-compile each for itself; those that are threads of a process (`verify`) share torch's limit of graphs for the
-functions that a block calls, and beyond it run these uncompiled, of which torch warns. Under context
-parallelism, attention and convolutions over tokens run between two graphs, as they exchange tokens.
+Of the ranks and jobs with one cache folder (TORCHINDUCTOR_CACHE_DIR), one compiles a graph, and the others
+wait and load it; a graph that has the lock of one that was killed is compiled by the next.
+Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks that are
+threads of a process (`verify`) share torch's limit of graphs for the functions that a block calls, and beyond
+it run these uncompiled, of which torch warns. Under context parallelism, attention and convolutions over
+tokens run between two graphs, as they exchange tokens.
 Refused: zero bubble schedules, as the backward of a graph is one unit, and its half for inputs would compute
 the gradients of weights as well; strategies that look for single operations of a block (gist,
 sync_batch_norm, outputs that checkpointing keeps): a graph has others. Modes of torch.compile with CUDA
@@ -45,14 +48,17 @@ and Graph Compilation", ASPLOS.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
 from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import fx
 
 from meshwright.model.tensors.function_modes import call_unchanged
 from meshwright.parallel.memory.block_compiler import DISK_FIX, LOCATION, BlockCompiler
@@ -133,13 +139,20 @@ class CompiledBlocks(Strategy):
         )
         return {}
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether compiled graphs are kept on disk."""
+        return self.backend == INDUCTOR
+
     def make_backend(self) -> Callable[..., Any]:
         """Returns the backend of torch.compile, with its options."""
         import torch._dynamo  # takes seconds
 
         options = self.inductor_options()
         found: Callable[..., Any] = torch._dynamo.lookup_backend(self.backend)
-        return partial(found, config_patches=options) if options else found
+        if options:
+            found = partial(found, config_patches=options)
+        return partial(compile_once_per_cache, found) if self.has_cache else found
 
     def inductor_options(self) -> dict[str, Any]:
         """Returns the options that differ from those of torch._inductor.config, by name."""
@@ -195,6 +208,24 @@ def graphs_only(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
         else each
         for each in given
     )
+
+
+def compile_once_per_cache(
+    compile_graph: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]
+) -> Any:
+    """Returns what `compile_graph(graph, inputs)` returns. Of the processes with one cache folder that have
+    an equal graph at a time, one compiles it, and the others wait and load it from there.
+
+    The backward is compiled here too, and not at the first backward: it lies behind the same lock.
+    """
+    from torch._functorch import config  # takes seconds
+    from torch._inductor.codecache import get_lock_dir
+    from torch.utils._filelock import FileLock
+
+    name = f"meshwright-{sha256(graph.code.encode()).hexdigest()}.lock"
+    # the lock of a process ends with the process
+    with FileLock(Path(get_lock_dir()) / name), config.patch(force_non_lazy_backward_lowering=True):
+        return compile_graph(graph, inputs)
 
 
 @cache

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.model.analysis.model_report import MAX_LISTED_NAMES, BlockRow, LayerRow, ModelReport
-from meshwright.plan.compiled_graphs import BlockKindGraphs, PlannedGraphs
+from meshwright.plan.compiled_graphs import BlockKindGraphs, GraphAhead, PlannedGraphs
 from meshwright.plan.job.errors import Diagnostic, format_nbytes
 from meshwright.report.table import Column, Table
 from meshwright.report.terminal.action_table import format_flops
@@ -72,8 +72,28 @@ def compiled_graphs_view(found: PlannedGraphs) -> RenderableType:
         text = "uncompiled, as a strategy replaces them or does not select them"
         parts.append(Text(f"  {text}: {', '.join(found.as_written)}"))
     parts += [Text(f"  {each}", style="yellow") for each in found.unknown]
-    parts.append(Text("  seconds of compilation: not known, as nothing here measures the backend"))
+    if found.compile_s:
+        text = (
+            f"compilation: about {found.compile_s:.0f} s of one core for Inductor on a CPU, once per cache "
+        )
+        parts.append(Text(f"  {text}folder (on a GPU it was not measured); --compile does it now"))
     return Group(*parts)
+
+
+def graphs_ahead_view(found: Sequence[GraphAhead]) -> RenderableType:
+    """Returns how many graphs of which ranks are in the cache folder, and the seconds that it took."""
+    rows = []
+    for rank in dict.fromkeys(each.rank for each in found):
+        of_rank = [each for each in found if each.rank == rank]
+        loaded = sum(each.is_loaded for each in of_rank)
+        rows.append((rank, len(of_rank) - loaded, loaded, sum(each.seconds for each in of_rank)))
+    columns = [Column("rank", "{}"), *(Column(name, "{:,}") for name in ("compiled", "were there"))]
+    return Table(
+        [*columns, Column("seconds", "{:.1f}")],
+        rows,
+        title="graphs of blocks in torch's cache folder, forward and backward",
+        note="ranks with the program of one that is shown load its graphs",
+    )
 
 
 def _graph_causes(kind: BlockKindGraphs) -> Iterator[str]:

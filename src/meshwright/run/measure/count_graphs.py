@@ -11,8 +11,9 @@ last one run; the others return what the second one has returned. If the last on
 all run. A role whose blocks are of the kinds of another role is not run. Backwards are not run: a block that
 is recomputed runs the graph of its forward.
 
-What the backend makes of a graph (Inductor's errors, memory and seconds) is not tried. A model that reads
-values of tensors runs on real ones, if it is small; else its graphs are not known.
+What the backend makes of a graph (Inductor's errors and memory) is not tried, and its seconds are estimated
+by the number of operations; run/measure/compile_ahead.py compiles. A model that reads values of tensors runs
+on real ones, if it is small; else its graphs are not known.
 """
 
 import logging
@@ -80,7 +81,10 @@ def count_graphs(analyzed: AnalyzedModel, plan: Plan, loss: Loss) -> PlannedGrap
     names = dict.fromkeys(map(block_of, plan.model_spec.block_calls))
     lengths = [_length(each) for each in (analyzed.example, *others)] if others else []
     as_written = tuple(name for name in names if name not in compiled)
-    return PlannedGraphs(kinds, as_written, tuple(lengths), is_planned, tuple(unknown))
+    by_rank_s = [sum(graph.cpu_seconds for graph in _of_first_step(each.graphs)) for each in by_rank]
+    return PlannedGraphs(
+        kinds, as_written, tuple(lengths), is_planned, tuple(unknown), max(by_rank_s, default=0.0)
+    )
 
 
 def _with_one_microbatch(plan: Plan) -> Plan:
@@ -207,9 +211,9 @@ def _kinds(by_rank: Sequence[CompiledGraphs], num_lengths: int) -> tuple[BlockKi
 
 
 def _add_rank(kind: BlockKindGraphs, names: Sequence[str], graphs: Sequence[CompiledGraph]) -> None:
+    first = _of_first_step(graphs)
+    begins = {graph.block: graph.step for graph in first}
     equal = [graph for graph in graphs if graph.step < NUM_EQUAL_STEPS]
-    begins = {graph.block: graph.step for graph in reversed(equal)}  # a pipeline stage looks first
-    first = [graph for graph in equal if graph.step == begins[graph.block]]
     kind.blocks = _merge(kind.blocks, names)
     kind.num_graphs = max(kind.num_graphs, len(first))
     kind.differences = _merge(
@@ -221,6 +225,13 @@ def _add_rank(kind: BlockKindGraphs, names: Sequence[str], graphs: Sequence[Comp
             kind.late.setdefault(graph.step, f"{graph.block}: {graph.recompiled or NEW_BRANCH}")
     counts = Counter(graph.step - NUM_EQUAL_STEPS for graph in graphs)
     kind.by_length = [max(before, counts[index]) for index, before in enumerate(kind.by_length)]
+
+
+def _of_first_step(graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
+    """Returns the graphs of each block of the first step in which it has any: a pipeline stage looks first."""
+    equal = [graph for graph in graphs if graph.step < NUM_EQUAL_STEPS]
+    begins = {graph.block: graph.step for graph in reversed(equal)}
+    return [graph for graph in equal if graph.step == begins[graph.block]]
 
 
 def _merge(before: Sequence[str], more: Sequence[str]) -> list[str]:
