@@ -64,7 +64,7 @@ def compile_ahead(analyzed: AnalyzedModel, plan: Plan, loss: Loss, device: torch
 
 @dataclass(frozen=True)
 class _BlocksCompiledAhead(CompiledBlocks):
-    """Blocks of `rank` whose graphs are compiled, and run as they were traced: no kernel runs on fake tensors.
+    """Blocks of `rank` whose graphs are compiled, and run as they were traced: no kernel runs on fakes.
 
     They are added to `found`.
     """
