@@ -12,7 +12,7 @@ from time import sleep
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from tqdm import tqdm
 
 from meshwright.api import analyze, default_strategies, make_plan, verify
@@ -29,7 +29,7 @@ from meshwright.parallel.memory import compiled_blocks
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.block_compiler import BlockCompiler
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
-from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks, compile_once_per_cache
 from meshwright.parallel.memory.gist import Gist
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
@@ -371,3 +371,9 @@ def test_of_the_processes_of_a_host_one_compiles_at_a_time_and_one_that_is_kille
         holder.kill()
         assert [each.wait() for each in waiting] == [0, 0]
     assert log.read_text().split() == ["begin", *["begin", "end"] * 2]
+
+
+def test_a_graph_is_compiled_while_somebody_clears_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch._inductor.codecache.get_lock_dir", lambda: "no/such/folder")
+    graph = fx.symbolic_trace(lambda x: x + 1)
+    assert compile_once_per_cache(lambda *given: given, graph, [1]) == (graph, [1])

@@ -49,6 +49,7 @@ and Graph Compilation", ASPLOS.
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
@@ -223,8 +224,11 @@ def compile_once_per_cache(
     from torch.utils._filelock import FileLock
 
     name = f"meshwright-{sha256(graph.code.encode()).hexdigest()}.lock"
-    # the lock of a process ends with the process
-    with FileLock(Path(get_lock_dir()) / name), config.patch(force_non_lazy_backward_lowering=True):
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):  # somebody clears the folder just now: compiled without waiting
+            # a lock ends with the process that holds it
+            stack.enter_context(FileLock(Path(get_lock_dir()) / name))
+        stack.enter_context(config.patch(force_non_lazy_backward_lowering=True))
         return compile_graph(graph, inputs)
 
 

@@ -228,7 +228,7 @@ def _add_rank(kind: BlockKindGraphs, names: Sequence[str], graphs: Sequence[Comp
 
 
 def _of_first_step(graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
-    """Returns the graphs of each block of the first step in which it has any: a pipeline stage looks first."""
+    """Returns the graphs of each block of the first step that has any: a pipeline stage looks first."""
     equal = [graph for graph in graphs if graph.step < NUM_EQUAL_STEPS]
     begins = {graph.block: graph.step for graph in reversed(equal)}
     return [graph for graph in equal if graph.step == begins[graph.block]]
