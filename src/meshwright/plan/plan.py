@@ -8,6 +8,7 @@ around the run (`RunConfig`: folders, intervals) are carried along and do not co
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, final
 
@@ -310,6 +311,15 @@ class Plan:
         A primary rank reads those of all its ranks, in the order of the batch; they read none. Servers
         read none.
         """
+        if rank not in self._samples_by_rank:  # every step asks for them
+            self._samples_by_rank[rank] = self._find_samples(rank)
+        return self._samples_by_rank[rank]
+
+    @cached_property
+    def _samples_by_rank(self) -> dict[int, list[int]]:
+        return {}
+
+    def _find_samples(self, rank: int) -> list[int]:
         if self.is_server(rank):
             return []
         if not self.sharding.primary_rank_axes:
