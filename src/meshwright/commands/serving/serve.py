@@ -160,6 +160,7 @@ def _serve_until_stopped(
         text += f"and values fit in its memory for {num_fitting}"
         smaller = f"--max-num-seqs {num_fitting}, or " if num_fitting else ""
         fix = f"pass {smaller}a smaller --max-model-len; or use more ranks along tp or pp"
+        fix += " or cp" if divides else "; or --decode-context-parallel" if plan.sharding.token_axes else ""
         raise PlanError(text, fix=fix, location=LOCATION)
     how: dict[str, Any] = {"max_num_seqs": max_num_seqs, "decode_context_parallel": divides}
     if trainer.world.rank:
