@@ -21,6 +21,7 @@ SHARED = (
     "context/attention_args_to_4d",
     "context/ring_geometry",
     "context/attention_kernel",
+    "output_merge/decode_attention",
     "output_merge/merge_outputs",
     "output_merge/triton_merge",
     "context/ulysses_all_to_all",

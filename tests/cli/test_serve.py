@@ -111,6 +111,7 @@ def test_a_board_of_no_folder_is_refused(capsys, tmp_path: Path):
         (["--max-model-len", "65"], ["--max-model-len 65; the model has 64 positions"]),
         (["--api-key-file", "empty.txt"], ["contains 0 words; needed is one", "write the key into it"]),
         (["--api-key-file", "absent.txt"], ["absent.txt cannot be read"]),
+        (["--decode-context-parallel"], ["the plan shards no sequence", "plan with mesh.cp > 1"]),
         (["--checkpoint", "."], ["there is no complete checkpoint in ."]),
         (["--mesh.tpp", "2"], ["tpp"]),
     ],

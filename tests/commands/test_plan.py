@@ -116,6 +116,28 @@ def test_plan_shows_the_memory_of_sequences_that_are_generated(
     assert "--max-num-seqs 0; needed is a whole number of at least 1" in " ".join(err.split())
 
 
+def test_plan_shows_the_memory_of_sequences_that_ranks_divide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forget_ranks(monkeypatch)
+    config = lay_out(tmp_path, model={"source": "llama.json"}, mesh={"dp_replicate": 1, "cp": 2})
+    head_dim = LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
+    features = 2 * LLAMA["num_key_value_heads"] * head_dim
+    expected = LLAMA["num_hidden_layers"] * 5 * -(-SEQUENCE // 2) * features * 4
+    divided = "--decode-context-parallel"
+    code, out, err = invoke(capsys, "plan", config, "--max-num-seqs", "5", divided)
+    assert code == 0, err
+    text = f"tokens (generate), divided over 2 ranks: {format_nbytes(expected)} on rank"
+    assert text in " ".join(out.split())
+    code, _, err = invoke(capsys, "plan", config, divided)
+    assert code != 0
+    assert "--max-num-seqs is missing repair: pass --max-num-seqs 8 too" in " ".join(err.split())
+    whole = lay_out(tmp_path, model={"source": "llama.json"}, mesh={"dp_replicate": 2})
+    code, _, err = invoke(capsys, "plan", whole, "--max-num-seqs", "5", divided)
+    assert code != 0
+    assert "the plan shards no sequence" in " ".join(err.split())
+
+
 def test_a_config_is_checked_once(config: Path, monkeypatch: pytest.MonkeyPatch):
     runs: list[str] = []
 

@@ -76,6 +76,9 @@ def plan(
         int | None,
         typer.Option(help="Show the memory of the keys and values of so many sequences that are generated."),
     ] = None,
+    decode_context_parallel: Annotated[
+        bool, typer.Option("--decode-context-parallel", help="Of keys and values that ranks along cp divide.")
+    ] = False,
 ) -> None:
     """Resolve a config into a plan, check it, and show what a step does, sends and keeps in memory."""
     with exit_on_error(context):
@@ -92,8 +95,10 @@ def plan(
             console.print(command.explanation_view(resolved))
         if compile_ahead:
             console.print(command.compile_ahead_view(resolved))
-        if max_num_seqs is not None:
-            console.print(command.kv_cache_view(resolved, max_num_seqs))
+        if max_num_seqs is not None or decode_context_parallel:
+            divides = decode_context_parallel
+            view = command.kv_cache_view(resolved, max_num_seqs, decode_context_parallel=divides)
+            console.print(view)
         if as_json is not None:
             command.write_prediction(resolved, prediction, as_json)
         if out is not None:

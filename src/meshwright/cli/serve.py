@@ -47,13 +47,20 @@ def serve(
         int | None,
         typer.Option(help="The most tokens of prompt and answer (default: the model's positions).", min=2),
     ] = None,
+    decode_context_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--decode-context-parallel",
+            help="Ranks along cp continue the same prompts, and divide the keys and values of each.",
+        ),
+    ] = False,
     world: WorldOption = None,
 ) -> None:
     """Answer requests over the OpenAI HTTP API with a model, under any plan, until Ctrl-C."""
     with exit_on_error(context):
         rank_env, command = current_rank(), import_command("serving.serve")
         api_key = os.environ.get(API_KEY) or None if api_key_file is None else _read_key(api_key_file)
-        limits = max_num_seqs, max_model_len
+        limits = max_num_seqs, max_model_len, decode_context_parallel
         options = command.ServeOptions(host, port, api_key, served_model_name, *limits)
         if rank_env is not None:
             received: list[int] = []

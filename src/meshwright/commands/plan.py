@@ -13,6 +13,7 @@ import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
 from meshwright.device.local_device import own_device, target_platform
 from meshwright.device.platforms import CPU
+from meshwright.engine.generation.decode_context_parallel import division_diagnostics
 from meshwright.integrations.lm_eval_tasks import task_diagnostics
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
@@ -134,15 +135,28 @@ def compile_ahead_view(resolved: ResolvedRequest) -> RenderableType:
     return graphs_ahead_view(compile_ahead(run.analyzed, run.plan, run.loss, own_device()))
 
 
-def kv_cache_view(resolved: ResolvedRequest, max_num_seqs: int) -> RenderableType:
-    """Returns the bytes of keys and values of `max_num_seqs` sequences, each as long as a sample."""
+def kv_cache_view(
+    resolved: ResolvedRequest, max_num_seqs: int | None, *, decode_context_parallel: bool = False
+) -> RenderableType:
+    """Returns the bytes of keys and values of `max_num_seqs` sequences, each as long as a sample; with
+    `decode_context_parallel`, divided over the ranks along cp.
+
+    Raises PlanError for a number that is none, and for a cache that cannot be divided.
+    """
     run = resolved[1]
+    if max_num_seqs is None:
+        text = "--decode-context-parallel divides keys and values, and --max-num-seqs is missing"
+        raise PlanError(text, fix="pass --max-num-seqs 8 too, or leave it out")
+    if decode_context_parallel:
+        module = run.analyzed.deferred_init.instantiate()
+        raise_diagnostics(division_diagnostics(module, run.plan.sharding))
     if max_num_seqs < 1:
         text = f"--max-num-seqs {max_num_seqs}; needed is a whole number of at least 1"
         raise PlanError(text, fix="pass the number of sequences that a rank continues at once")
     device = device_of(run.plan.run.hardware, run.plan.mesh.world_size)
     memory, num_tokens = inf if device is None else device.memory, run.plan.job.data.sequence
-    return Text(kv_cache_text(run.plan, run.analyzed.cached_layers, max_num_seqs, num_tokens, memory))
+    layers, how = run.analyzed.cached_layers, {"decode_context_parallel": decode_context_parallel}
+    return Text(kv_cache_text(run.plan, layers, max_num_seqs, num_tokens, memory, **how))
 
 
 def _dtype_notes(plan: Plan) -> Iterator[str]:

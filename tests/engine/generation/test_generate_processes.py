@@ -10,11 +10,15 @@ from meshwright.testing.ranks import ProcessPool
 from tests.engine.generation.test_generate import DRAWN, answers_of, answers_on
 
 MESHES = {"shards": Mesh(dp_shard=2), "stages": Mesh(pp=2), "slices": Mesh(tp=2), "experts": Mesh(ep=2)}
+MESHES["divided columns"] = Mesh(cp=2)
 
 
 def answers_of_rank(world: World, layout: str) -> list[GeneratedAnswer]:
     """The answers on one rank."""
-    return answers_on(world, "mixtral", (MESHES[layout], None), DRAWN, max_num_seqs=2)
+    divides = layout == "divided columns"
+    family = "llama" if divides else "mixtral"  # which has no window
+    how = {"max_num_seqs": 2, "decode_context_parallel": divides}
+    return answers_on(world, family, (MESHES[layout], None), DRAWN, **how)
 
 
 def error_of_rank(world: World, layout: str) -> str:
@@ -40,6 +44,7 @@ def test_a_callback_that_raises_ends_all(process_pool: ProcessPool, layout: str)
 
 @pytest.mark.parametrize("layout", MESHES)
 def test_drawn_answers_are_those_of_one_device(process_pool: ProcessPool, layout: str):
-    expected = [each.tokens for each in answers_of("mixtral", (Mesh(), None), DRAWN)[0]]
+    family = "llama" if layout == "divided columns" else "mixtral"
+    expected = [each.tokens for each in answers_of(family, (Mesh(), None), DRAWN)[0]]
     for answers in process_pool.run(answers_of_rank, MESHES[layout], layout):
         assert [each.tokens for each in answers] == expected

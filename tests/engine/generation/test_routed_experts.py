@@ -75,8 +75,8 @@ def test_a_model_without_a_cache_has_a_route_of_each_token_once(monkeypatch: pyt
     expected = answers_of("mixtral", LAYOUTS["one device"], return_routed_experts=True)[0]
     own = CachedForward.__init__
 
-    def without_cache(self: Any, module: Any, stages: Any = None, *, keeps_cache: bool = True) -> None:
-        own(self, module, stages, keeps_cache=False)
+    def without_cache(self: Any, *given: Any, keeps_cache: bool = True) -> None:
+        own(self, *given, keeps_cache=False)
 
     monkeypatch.setattr(CachedForward, "__init__", without_cache)
     for found, answer in zip(

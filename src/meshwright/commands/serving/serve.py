@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +22,7 @@ from meshwright.commands.plan import ResolvedRequest, resolve
 from meshwright.commands.serving.served_source import LOCATION, find_source, source_name
 from meshwright.commands.train import warning_printer
 from meshwright.device.local_device import device_diagnostics, local_platform, own_device_diagnostics
+from meshwright.engine.generation.decode_context_parallel import division_diagnostics
 from meshwright.engine.generation.generation_step import gather_from_ranks
 from meshwright.engine.generation.sampling_params import SamplingParams, end_tokens, model_diagnostics
 from meshwright.engine.generation.serving_loop import serve_requests
@@ -57,7 +59,8 @@ StopFlagContext = Callable[[], AbstractContextManager[Callable[[], bool]]]
 @dataclass(frozen=True)
 class ServeOptions:
     """Where and how to serve: the address, the key that requests state, the `name` of the model ("": that of
-    its source), and limits; None: what fits.
+    its source), and limits; None: what fits. With `decode_context_parallel` ranks along cp divide the keys
+    and values of each sequence.
     """
 
     host: str
@@ -66,13 +69,14 @@ class ServeOptions:
     name: str = ""
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    decode_context_parallel: bool = False
 
     def as_args(self) -> list[str]:
         """Returns them as arguments of the command, without the key, which ranks find where it was found."""
         args = ["--host", self.host, "--port", str(self.port), "--served-model-name", self.name]
         for name, value in (("--max-num-seqs", self.max_num_seqs), ("--max-model-len", self.max_model_len)):
             args += [] if value is None else [name, str(value)]
-        return args
+        return [*args, *(["--decode-context-parallel"] if self.decode_context_parallel else [])]
 
 
 def serve(
@@ -148,16 +152,19 @@ def _serve_until_stopped(
 ) -> None:
     plan, executor = trainer.plan, trainer.executor
     max_model_len = options.max_model_len or _context(plan, trainer.module)
-    num_fitting, nbytes = _cache_memory(trainer, max_model_len)
+    divides = options.decode_context_parallel
+    num_fitting, nbytes = _cache_memory(trainer, max_model_len, decode_context_parallel=divides)
     max_num_seqs = options.max_num_seqs or max(1, min(DEFAULT_NUM_SEQS, num_fitting))
     if max_num_seqs > num_fitting:
         text = f"{max_num_seqs} sequences of {max_model_len} tokens run at once on a rank, and their keys "
         text += f"and values fit in its memory for {num_fitting}"
         smaller = f"--max-num-seqs {num_fitting}, or " if num_fitting else ""
         fix = f"pass {smaller}a smaller --max-model-len; or use more ranks along tp or pp"
+        fix += " or cp" if divides else "; or --decode-context-parallel" if plan.sharding.token_axes else ""
         raise PlanError(text, fix=fix, location=LOCATION)
+    how: dict[str, Any] = {"max_num_seqs": max_num_seqs, "decode_context_parallel": divides}
     if trainer.world.rank:
-        serve_requests(executor, None, max_num_seqs=max_num_seqs, should_stop=should_stop)
+        serve_requests(executor, None, should_stop=should_stop, **how)
         return
     served = _served_model(trainer, options.name, max_model_len, max_num_seqs)
     queue = RequestQueue(served.decode)
@@ -178,7 +185,7 @@ def _serve_until_stopped(
             return should_stop() or not server.is_running
 
         try:
-            serve_requests(executor, queue, max_num_seqs=max_num_seqs, should_stop=ends)
+            serve_requests(executor, queue, should_stop=ends, **how)
         finally:
             queue.close()
 
@@ -191,6 +198,8 @@ def _check_options(options: ServeOptions, run: ResolvedRun) -> None:
     """Raises PlanError for a model that predicts no next token or has no tokenizer, and for long texts."""
     module, length = run.analyzed.deferred_init.instantiate(), options.max_model_len
     problems = list(model_diagnostics(module))
+    if options.decode_context_parallel:
+        problems += division_diagnostics(module, run.plan.sharding)
     positions = text_limits(module).max_positions
     if length is not None and positions is not None and length > positions:
         text = f"--max-model-len {length}; the model has {positions} positions"
@@ -208,13 +217,14 @@ def _context(plan: Plan, module: nn.Module) -> int:
     return text_limits(module).max_positions or plan.job.data.sequence
 
 
-def _cache_memory(trainer: Trainer, num_tokens: int) -> tuple[int, int]:
+def _cache_memory(trainer: Trainer, num_tokens: int, *, decode_context_parallel: bool) -> tuple[int, int]:
     """Returns how many sequences of `num_tokens` tokens fit on every rank, and the bytes of keys and values
     of one on the fullest; 0 where they are not known.
     """
     world, layers = trainer.world, trainer.analyzed.cached_layers
-    nbytes = kv_cache_nbytes(layers or (), trainer.plan, world.rank, 1, num_tokens - 1)
-    fitting = trainer.num_fitting_seqs(num_tokens - 1)
+    how = {"decode_context_parallel": decode_context_parallel}
+    nbytes = kv_cache_nbytes(layers or (), trainer.plan, world.rank, 1, num_tokens - 1, **how)
+    fitting = trainer.num_fitting_seqs(num_tokens - 1, **how)
     own = torch.tensor([UNBOUNDED if fitting is None else fitting, nbytes], device=world.device)
     fits, sizes = gather_from_ranks(world.group(AXES), own).unbind(1)
     return int(fits.min()), int(sizes.max())

@@ -26,6 +26,7 @@ from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.context_parallel.attention_call import (
     AttentionImpl,
     AttentionMode,
+    DecodeAttentionImpl,
     ShardedAttentionCall,
 )
 from meshwright.model.context_parallel.block_input_sharding import SequenceLengths, ShardedForward
@@ -58,6 +59,8 @@ class FullSequenceRunner:
     """A rank that has all tokens of its samples: the model runs as it is."""
 
     is_first_rank = True  # of the ranks that share the same samples
+    # attention of new tokens that all ranks have to keys that are divided over them; None: keys are not
+    decode_attention: DecodeAttentionImpl | None = None
 
     def __init__(self, state: RankState) -> None:
         self._state = state
@@ -69,6 +72,10 @@ class FullSequenceRunner:
     def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
         """Makes `convolution_fn` compute convolutions over tokens within blocks."""
         raise RuntimeError("a strategy computes convolutions, and no strategy shards the sequence")
+
+    def set_decode_attention(self, attention_fn: DecodeAttentionImpl) -> None:
+        """Makes `attention_fn` compute attention while tokens are generated with divided keys and values."""
+        raise RuntimeError("a strategy divides keys and values, and no strategy shards the sequence")
 
     def set_exchange_call(self, call: CallFunction) -> None:
         """Makes `call(func, args, kwargs)` run what exchanges tokens within blocks: a compiler's, between two
@@ -159,6 +166,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
 
     def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
         self._convolution_fn = convolution_fn
+
+    def set_decode_attention(self, attention_fn: DecodeAttentionImpl) -> None:
+        self.decode_attention = attention_fn
 
     def set_exchange_call(self, call: CallFunction) -> None:
         self._exchange_call = call

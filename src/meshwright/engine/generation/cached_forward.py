@@ -15,11 +15,13 @@ recurrent states, which padding would change, prompts of a forward have equal le
 """
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.engine.generation.decode_context_parallel import CacheDivision
 from meshwright.engine.generation.kv_cache import caches_keys_and_values, can_join
 from meshwright.engine.generation.stage_forwards import StageForwards
 from meshwright.model.hf.declared_tp_plan import generation_model
@@ -32,15 +34,21 @@ ROUTER_LOGITS = "output_router_logits"
 
 
 class CachedForward:
-    """Forwards of `module` on batches of rows; `stages` run the blocks of a pipeline. Without `keeps_cache`
-    each runs on all tokens.
+    """Forwards of `module` on batches of rows; `stages` run the blocks of a pipeline, and `division` divides
+    the cache over ranks. Without `keeps_cache` each runs on all tokens.
 
     On a rank of a pipeline without the last stage, logits are NaN.
     """
 
     def __init__(
-        self, module: nn.Module, stages: StageForwards | None = None, *, keeps_cache: bool = True
+        self,
+        module: nn.Module,
+        stages: StageForwards | None = None,
+        division: CacheDivision | None = None,
+        *,
+        keeps_cache: bool = True,
     ) -> None:
+        self._division = division
         self._module, self._model, self._stages = module, generation_model(module), stages
         called = module if self._model is None else self._model
         self._arguments = frozenset(inspect.signature(type(called).forward).parameters)
@@ -51,7 +59,7 @@ class CachedForward:
         self.takes_padding = bool(known) and MASK in self._arguments and caches_keys_and_values(module)
 
     def next_logits(
-        self, ids_BL: torch.Tensor, mask_BL: torch.Tensor, cache: Any = None
+        self, ids_BL: torch.Tensor, mask_BL: torch.Tensor, cache: Any = None, running: Any = None
     ) -> tuple[torch.Tensor, Any]:
         """Returns the logits behind the last token of each row, (rows, this rank's part of the vocabulary),
         and the cache of all tokens; None where rows of other forwards cannot join it.
@@ -60,11 +68,17 @@ class CachedForward:
             ids_BL: (rows, tokens), all tokens so far, padded on the left.
             mask_BL: (rows, tokens), 0 for padding and 1 for tokens.
             cache: that of all tokens but the last; None for a prefill.
+            running: the cache that the sequences of a prefill will join; None: they are alone.
         """
         inputs = self._inputs(ids_BL, mask_BL, cache)
+        if self._division is not None and cache is None:
+            inputs[self._cache_name] = self._division.empty_cache(ids_BL.shape[1], running)
+        elif self._division is not None:
+            self._division.add_column(cache)
         if self._stages is not None:
             self._stages.begin(inputs["input_ids"])
-        outputs = self._module(**inputs)
+        with nullcontext() if self._division is None else self._division.forward():
+            outputs = self._module(**inputs)
         if self._cache_name:
             cache = outputs[self._cache_name]
         if self._stages is not None:

@@ -139,11 +139,12 @@ class ContinuousBatch:
         Without work it runs one token that nobody waits for, with ranks that have work.
         """
         groups, rows = self._admitted(), self._running
+        running = None if rows is None else rows.cache
         if rows is None or groups:
             groups = groups or [[GeneratedSequence(0, 0, 0, [0], SamplingParams(), state=AT_LENGTH)]]
             rows = self._prompts([group[0] for group in groups])
         ids_BL, mask_BL = rows.context.clamp(min=0), (rows.context != ABSENT).long()
-        logits_BV, cache = self._forward.next_logits(ids_BL, mask_BL, rows.cache)
+        logits_BV, cache = self._forward.next_logits(ids_BL, mask_BL, rows.cache, running)
         rows = rows._replace(cache=cache)
         if self._recorder is not None:
             self._recorder.add_routes(rows.sequences)

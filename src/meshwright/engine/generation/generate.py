@@ -8,10 +8,13 @@ axes.
                answers of p0 .. p6 on every rank, in order
 
 Along cp ranks have the tokens of the same samples in a step; here each has whole sequences, and prompts of
-its own. Shards of weights are gathered before the first forward into memory of their own, once for all
-tokens, and freed at the end; or, with gather="block", block by block in every forward, as a step does. Ranks
-whose forwards meet (experts along ep; shards gathered block by block) run equally many: one that has nothing
-left runs a prompt of one token, and before each forward they agree whether any rank goes on.
+its own. With decode_context_parallel they continue the same prompts, and each keeps a part of the keys and
+values of each sequence (decode_context_parallel.py).
+
+Shards of weights are gathered before the first forward into memory of their own, once for all tokens, and
+freed at the end; or, with gather="block", block by block in every forward, as a step does. Ranks whose
+forwards meet (experts along ep; shards gathered block by block) run equally many: one that has nothing left
+runs a prompt of one token, and before each forward they agree whether any rank goes on.
 
 What the caller has passed, a callback or a tokenizer, may raise on one rank or end answers. Then all ranks
 agree before each forward, and the error of one is that of all.
@@ -25,13 +28,15 @@ parameters, and on nothing else.
                  max_new_tokens per row
         ep       what ExpertParallel sends for r tokens, and a sum of 16 bytes to agree
         shards   nothing; once per call (n - 1) S of each shard of S bytes
-        callback a sum of 16 bytes along all axes, and one of 16 r along tp and pp
+        cp       with decode_context_parallel, of P ranks: (P - 1) r H (e x element size + size of lse) per
+                 layer behind a prompt, and 8 per row for the token
+        callback a sum of 16 bytes along all axes, and one of 16 r along those with the same rows (tp, pp)
         at the end of a call  (n - 1) (24 max_new_tokens + 16) bytes per row of a rank; with routes of experts
                  4 layers k bytes more for each of the longest prompt and answer, and a sum of these along pp
 
 Memory: with gather="once" all weights of this rank's stages and slices; in both cases keys and values of
 max_num_seqs sequences, of the heads and layers of this rank: 2 layers x sequences x tokens x heads x head dim
-elements.
+elements; with decode_context_parallel, a P-th of the tokens.
 """
 
 from collections import deque
@@ -54,6 +59,7 @@ from meshwright.engine.generation.continuous_batch import (
     ContinuousBatch,
     GeneratedSequence,
 )
+from meshwright.engine.generation.decode_context_parallel import OPTION, division_diagnostics
 from meshwright.engine.generation.generation_step import (
     GENERATE_ACTION,
     ForwardUnderWay,
@@ -98,7 +104,8 @@ class GenerationRequest:
     `gather`: sharded weights are gathered "once" for all tokens, or each "block" in every forward. `decode`
     makes text of token ids, in which stop strings are looked for. `on_token` is called with each token.
     `num_fitting_seqs` is the number of the longest sequences whose cache fits on this rank; None if it is not
-    known. With `return_routed_experts` answers have the routes of their tokens.
+    known. With `return_routed_experts` answers have the routes of their tokens. `decode_context_parallel`
+    divides the keys and values of each sequence over the ranks that share samples in a step.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -109,6 +116,7 @@ class GenerationRequest:
     on_token: OnToken | None = None
     num_fitting_seqs: int | None = None
     return_routed_experts: bool = False
+    decode_context_parallel: bool = False
 
     def check(self, state: RankState) -> bool:
         """Raises PlanError with all that is wrong with the request, on all ranks alike. Returns whether what
@@ -132,16 +140,23 @@ class GenerationRequest:
                 f"{needed} sequences run at once on a rank, and their keys and values fit in its memory for "
             )
             text += f"{num_fitting_seqs} of the longest"
-            fix = (
-                "shorten the prompts or max_new_tokens, pass gather='block', or use more ranks along tp or pp"
-            )
+            fix = self._smaller_cache(state)
             fix = f"pass max_num_seqs={num_fitting_seqs}" if num_fitting_seqs >= most else fix
             diagnostics.append(Diagnostic(text, fix, LOCATION))
         diagnostics += gather_diagnostics(self.gather, LOCATION)
+        if self.decode_context_parallel:
+            diagnostics += division_diagnostics(module, state.plan.sharding)
         if self.return_routed_experts:
             diagnostics += route_diagnostics(state.plan.sharding.model_spec.experts_calls, LOCATION)
         raise_diagnostics(diagnostics)
         return is_called
+
+    def _smaller_cache(self, state: RankState) -> str:
+        """Returns how the cache of a sequence needs less memory on a rank."""
+        fix = "shorten the prompts or max_new_tokens, pass gather='block', or use more ranks along tp or pp"
+        if self.decode_context_parallel:
+            return f"{fix} or cp"
+        return f"{fix}; or pass {OPTION}=True" if state.plan.sharding.token_axes else fix
 
 
 def generate(executor: StepExecutor, request: GenerationRequest) -> list[GeneratedAnswer]:
@@ -160,7 +175,8 @@ class _Generation:
 
     def __init__(self, executor: StepExecutor, request: GenerationRequest, *, is_called: bool) -> None:
         self._state, self._request, self._is_called = executor.state, request, is_called
-        self._step = GenerationStep(executor, request.gather)
+        divides = request.decode_context_parallel
+        self._step = GenerationStep(executor, request.gather, decode_context_parallel=divides)
         agreeing = AXES if is_called else self._step.meeting_axes
         self._agreeing_group = executor.state.world.group(agreeing) if agreeing else None
         self._recorder = RouteRecorder(executor.state) if request.return_routed_experts else None
@@ -324,7 +340,7 @@ def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tu
     said = repr(
         (
             list(map(list, request.prompts)), params, request.max_num_seqs, request.gather,
-            request.return_routed_experts,
+            request.return_routed_experts, request.decode_context_parallel,
         )
     )  # fmt: skip
     digest = int.from_bytes(sha256(said.encode()).digest()[:8], "little", signed=True)

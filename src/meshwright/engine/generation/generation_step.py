@@ -15,7 +15,7 @@ that are gathered block by block), follows from the plan.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -30,6 +30,12 @@ from meshwright.engine.generation.continuous_batch import (
     GeneratedSequence,
     SequenceRows,
 )
+from meshwright.engine.generation.decode_context_parallel import (
+    LOCATION,
+    OPTION,
+    WITHOUT,
+    make_cache_division,
+)
 from meshwright.engine.generation.routed_experts import RouteRecorder
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.engine.generation.stage_forwards import make_stage_forwards
@@ -41,6 +47,7 @@ from meshwright.engine.generation.token_sampler import (
 )
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.step.single_device_program import FORWARD_KINDS
@@ -53,17 +60,21 @@ class GenerationStep:
     """Runs forwards and chooses tokens on one rank; sharded weights are gathered as `gather` says.
 
     `group` are the ranks with other rows, `same_rows_group` those with the same; along `meeting_axes` ranks
-    with other rows meet in a forward.
+    with other rows meet in a forward. With `decode_context_parallel` ranks with other tokens of a sample in a
+    step have the same rows, and divide their keys and values.
     """
 
     group: Group
     same_rows_group: Group
 
-    def __init__(self, executor: StepExecutor, gather: Gather) -> None:
+    def __init__(self, executor: StepExecutor, gather: Gather, *, decode_context_parallel: bool) -> None:
         state = executor.state
         self._executor, self._state, self._gather = executor, state, gather
         sharding, world = state.plan.sharding, state.world
+        self._division = make_cache_division(state) if decode_context_parallel else None
         row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
+        if self._division is not None:
+            row_axes = in_mesh_order(sharding.data_axes)
         self.group = world.group(row_axes)
         self.same_rows_group = world.group([axis for axis in AXES if axis not in row_axes])
         meeting = _meeting_axes(state.plan, gather)
@@ -73,6 +84,9 @@ class GenerationStep:
         # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
         slices = state.takes_residual_slices(has_whole_tokens=True)
         self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
+        if self._division is not None and sharding.block_calls_by_pp_rank and self._stages is None:
+            text = f"{OPTION} = True, and stages of the pipeline send each other more than outputs of blocks"
+            raise PlanError(text, fix=WITHOUT, location=LOCATION)
         self._vocab_shard: VocabShard | None = None
 
     @property
@@ -91,7 +105,8 @@ class GenerationStep:
             GENERATE_ACTION, gather_once=self._gather == "once", run_stages=run_stages
         ) as self._vocab_shard:
             module = self._state.trained_module.module
-            yield CachedForward(module, self._stages, keeps_cache=self._keeps_cache)
+            with nullcontext() if self._division is None else self._division.patched_attention():
+                yield CachedForward(module, self._stages, self._division, keeps_cache=self._keeps_cache)
 
     def batches(
         self,
@@ -136,6 +151,10 @@ class GenerationStep:
             together = ChosenTokens(
                 *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
             )
+        if (
+            self._division is not None
+        ):  # one rank decides: prompts are computed on each, and may round otherwise
+            self._division.group.broadcast(together.ids, action=GENERATE_ACTION).wait()
         arrival = None if stages is None else stages.share_tokens(together.ids)
         return ForwardUnderWay(rows, together, arrival)
 

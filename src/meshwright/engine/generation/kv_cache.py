@@ -7,7 +7,8 @@
 
 A column is a position of the running batch, and the newest token of every sequence is in the last one;
 shorter sequences are padded on the left, and a mask hides the padding. Layers of a sliding window of W keep
-the last W - 1 columns. A recurrent state has no columns.
+the last W - 1 columns. A recurrent state has no columns. Where columns are divided over ranks
+(decode_context_parallel.py), a layer keeps this rank's, of which there may be none.
 
 A layer of another pipeline rank has one NaN, which stands for all of its numbers and needs no memory.
 """
@@ -22,6 +23,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshwright.engine.generation.decode_context_parallel import ColumnShardLayer
 from meshwright.model.hf.declared_tp_plan import generation_model
 
 TOKEN_DIMS = {"keys": 2, "values": 2, "indexer_keys": 1, "indexer_position_ids": 2}
@@ -33,6 +35,7 @@ _cache_utils = transformers.cache_utils
 KEY_VALUE_LAYERS = _cache_utils.DynamicLayer, _cache_utils.DynamicSlidingWindowLayer
 LAYERS = (
     *KEY_VALUE_LAYERS,
+    ColumnShardLayer,
     _cache_utils.DynamicIndexedLayer,
     _cache_utils.LinearAttentionLayer,
     _cache_utils.LinearAttentionAndFullAttentionLayer,
@@ -134,14 +137,14 @@ class _CachedTensor(NamedTuple):
     def replace(self, tensor: torch.Tensor) -> None:
         """Puts `tensor` in its place."""
         if self.stands_in:
-            tensor = tensor.flatten()[-1].clone().expand(tensor.shape)
+            tensor = tensor.new_full((), nan).expand(tensor.shape)
         self.table[self.key] = tensor
 
 
 def _tensors(layer: Any) -> Iterator[_CachedTensor]:
     fields = vars(layer)
     for name, token_dim in TOKEN_DIMS.items():
-        if isinstance(fields.get(name), torch.Tensor) and fields[name].numel():
+        if isinstance(fields.get(name), torch.Tensor) and fields[name].ndim > 1:
             batch_dim = 1 if name == POSITIONS else 0
             yield _CachedTensor(fields, name, batch_dim, token_dim, STANDS_IN in fields)
     for name in STATES:
@@ -155,6 +158,9 @@ def _pad_left(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _num_kept(layer: Any, num_columns: int) -> int:
+    """Returns how many of the last `num_columns` columns `layer` keeps."""
+    if isinstance(layer, ColumnShardLayer):
+        return layer.columns.count(num_columns)
     window = vars(layer).get("sliding_window")
     return num_columns if window is None else min(num_columns, window - 1)
 

@@ -110,14 +110,17 @@ def serve_requests(
     max_num_seqs: int,
     gather: Gather = "once",
     should_stop: Callable[[], bool] = lambda: False,
+    decode_context_parallel: bool = False,
 ) -> None:
     """Continues the requests of `source` until it is over, or `should_stop` returns True on any rank.
 
     All ranks call it; rank 0 passes the source, the others None. Each data-parallel rank continues at most
     `max_num_seqs` sequences at once, and a request has at most so many answers. Requests must be valid
-    (`request_diagnostics`). Nothing is trained.
+    (`request_diagnostics`). `decode_context_parallel` divides keys and values over the ranks that share
+    samples in a step (decode_context_parallel.py). Nothing is trained.
     """
-    _ServingLoop(executor, source, max_num_seqs, gather, should_stop).run()
+    step = GenerationStep(executor, gather, decode_context_parallel=decode_context_parallel)
+    _ServingLoop(executor, source, max_num_seqs, step, should_stop).run()
 
 
 class _ServingLoop:
@@ -128,12 +131,12 @@ class _ServingLoop:
         executor: StepExecutor,
         source: RequestSource | None,
         max_num_seqs: int,
-        gather: Gather,
+        step: GenerationStep,
         should_stop: Callable[[], bool],
     ) -> None:
         self._state, self._source, self._should_stop = executor.state, source, should_stop
         self._max_num_seqs = max_num_seqs
-        self._step = GenerationStep(executor, gather)
+        self._step = step
         self._everyone = self._state.world.group(AXES)
         self._sequences = dict[AnswerKey, GeneratedSequence]()  # of this rank, until they end
         self._ranks_by_answer = dict[AnswerKey, int]()  # on rank 0: all that run or wait, on which rank

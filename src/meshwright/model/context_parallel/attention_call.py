@@ -100,6 +100,8 @@ def describe_mask(mask: torch.Tensor | None) -> AttentionMaskSpec | None:
 
 # -> [.., heads, local queries, value head dim]
 AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]
+# of queries that all ranks have, to keys of which each has some -> [samples, heads, queries, value head dim]
+DecodeAttentionImpl = Callable[[SDPAArguments], torch.Tensor]
 
 
 class AttentionMode(TorchFunctionMode):

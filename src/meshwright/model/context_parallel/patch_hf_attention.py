@@ -105,6 +105,12 @@ def patch_attention(
     return PatchedAttention(tuple(before))
 
 
+def attends_by_name(model: Any) -> bool:
+    """Returns whether attention of the transformers model `model` is, or can become, `sharded_attention`."""
+    config = model.config.get_text_config(decoder=True)
+    return config._attn_implementation == ATTENTION_NAME or id(config) in _patched_configs(model)
+
+
 def sharded_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -42,8 +42,8 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         PlanError: queries, keys or the mask are not those of this rank's tokens.
     """
     location = f"strategies.{name}"
-    query, key, value = (_autocast(each) for each in (call.query, call.key, call.value))
-    mask = None if call.mask is None else _autocast(call.mask)
+    query, key, value = (to_autocast_dtype(each) for each in (call.query, call.key, call.value))
+    mask = None if call.mask is None else to_autocast_dtype(call.mask)
     for what, tensor, share in (
         ("queries", query, call.query_shard),
         ("keys", key, call.key_shard),
@@ -114,7 +114,8 @@ def _to_4d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
 
 
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
+def to_autocast_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` in the dtype that torch's attention takes under autocast."""
     kind = tensor.device.type
     casts = tensor.is_floating_point() and torch.is_autocast_enabled(kind)
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor

@@ -48,6 +48,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 )
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
+from meshwright.parallel.context.output_merge.decode_attention import decode_attention
 from meshwright.parallel.context.ring import (
     REMOVED_KEYS,
     LoadBalance,
@@ -153,6 +154,7 @@ class HybridContextParallel(ContextParallel):
             self.axis, self.sequence_sharding(runtime.state.plan.sharding.mesh.size(self.axis)), runtime
         )
         runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_decode_attention(partial(decode_attention, runtime, self.axis))
         runtime.state.sequence_runner.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
         return {}
 

@@ -60,6 +60,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 )
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
+from meshwright.parallel.context.output_merge.decode_attention import decode_attention
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.parallel.context.ring_geometry import AttentionRing, KeyPlaces, RingCodes
 from meshwright.plan.job.errors import Diagnostic
@@ -116,6 +117,7 @@ class RingAttention(ContextParallel):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_decode_attention(partial(decode_attention, runtime, self.axis))
         runtime.state.sequence_runner.set_attention(partial(self._attention, runtime, MaskCache()))
         return {}
 

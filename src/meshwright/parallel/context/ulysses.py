@@ -51,6 +51,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 )
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
+from meshwright.parallel.context.output_merge.decode_attention import decode_attention
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.parallel.context.ring_geometry import AttentionRing, PendingTransfer
 from meshwright.parallel.context.ulysses_all_to_all import HeadExchange, check_heads, exchange_transfers
@@ -105,6 +106,7 @@ class Ulysses(ContextParallel):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         sequence_sharding = self.sequence_sharding(runtime.state.plan.sharding.mesh.size(self.axis))
         runtime.state.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.state.sequence_runner.set_decode_attention(partial(decode_attention, runtime, self.axis))
         runtime.state.sequence_runner.set_attention(
             partial(
                 self._attention, HeadExchange.along_axis(self.axis, sequence_sharding, runtime), MaskCache()

@@ -10,10 +10,11 @@ that it gathers.
     recurrent           a state of fixed size                      [ s ]
 
 Along tp a rank has the heads of keys that its query heads use; what is cached without a head for each rank
-(one latent vector) lies on all. Along pp a rank has its own layers, along data axes its own sequences. All
-running sequences have as many columns as the longest, so `num_tokens` is that of the longest, without its
-newest token. While a layer takes in a token, its old tensors live beside the new ones; they count as memory
-of a forward.
+(one latent vector) lies on all. Along pp a rank has its own layers, along data axes its own sequences. With
+decode_context_parallel ranks along cp divide the tokens of layers that have no window: the rank with most has
+tokens / cp, rounded up. All running sequences have as many columns as the longest, so `num_tokens` is that of
+the longest, without its newest token. While a layer takes in a token, its old tensors live beside the new
+ones; they count as memory of a forward.
 
 Sharded weights that are gathered once for all tokens lie beside their shards: those of the stages and slices
 of a rank, with the padding of their groups.
@@ -31,19 +32,29 @@ COLWISE_ROLES = ("colwise", "packed_colwise")
 
 
 def kv_cache_nbytes(
-    cached_layers: Iterable[CachedLayer], plan: Plan, rank: int, num_seqs: int, num_tokens: int
+    cached_layers: Iterable[CachedLayer],
+    plan: Plan,
+    rank: int,
+    num_seqs: int,
+    num_tokens: int,
+    *,
+    decode_context_parallel: bool = False,
 ) -> int:
-    """Returns the bytes that `rank` of `plan` caches of `num_seqs` sequences of `num_tokens` tokens each."""
+    """Returns the bytes that `rank` of `plan` caches of `num_seqs` sequences of `num_tokens` tokens each.
+
+    With `decode_context_parallel`, those of the rank along the axes of tokens that has most.
+    """
     view, precision = plan.rank_view(rank), plan.job.precision
     blocks = {block_of(call) for call in view.model_spec.block_calls}
 
     def itemsize(dtype: str) -> int:
         return FLOAT_NBYTES["float64" if precision.compute == "float64" else dtype or precision.compute]
 
-    nbytes = 0
+    axes = plan.sharding.token_axes if decode_context_parallel else ()
+    num_own, nbytes = -(-num_tokens // plan.mesh.group_size(axes)), 0
     for layer in cached_layers:
         if layer.block in blocks:
-            kept = min(num_tokens, layer.window) if layer.window else num_tokens
+            kept = min(num_tokens, layer.window) if layer.window else num_own
             of_heads = _num_local_heads(layer, view) * (layer.per_token_numel // layer.num_heads)
             nbytes += kept * (of_heads + layer.shared_per_token_numel) * itemsize(layer.dtype)
             nbytes += sum(numel * itemsize(dtype) for numel, dtype in layer.states)

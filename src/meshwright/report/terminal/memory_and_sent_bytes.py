@@ -7,6 +7,7 @@ with the largest peak. Bytes sent are those of the busiest rank.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from types import MappingProxyType
 
@@ -116,16 +117,27 @@ def fullest_rank(plan: Plan, *, at_most: bool = False) -> tuple[int, int]:
 
 
 def kv_cache_text(
-    plan: Plan, cached_layers: Sequence[CachedLayer] | None, num_seqs: int, num_tokens: int, memory: float
+    plan: Plan,
+    cached_layers: Sequence[CachedLayer] | None,
+    num_seqs: int,
+    num_tokens: int,
+    memory: float,
+    *,
+    decode_context_parallel: bool = False,
 ) -> str:
     """Returns the bytes that the fullest rank caches while it generates, and how many sequences fit in
-    `memory` bytes, beside what it keeps between steps and the weights that it gathers.
+    `memory` bytes, beside what it keeps between steps and the weights that it gathers. With
+    `decode_context_parallel` ranks along the axes of tokens divide them.
     """
     head = f"keys and values of {num_seqs} sequences of {num_tokens} tokens (generate)"
+    if decode_context_parallel:
+        head += f", divided over {plan.mesh.group_size(plan.sharding.token_axes)} ranks"
     if cached_layers is None:
         return f"{head}: not known"
     ranks = dict.fromkeys([*first_ranks(plan), plan.mesh.world_size - 1])
-    by_rank = {rank: kv_cache_nbytes(cached_layers, plan, rank, num_seqs, num_tokens) for rank in ranks}
+    how = {"decode_context_parallel": decode_context_parallel}
+    nbytes_of = partial(kv_cache_nbytes, cached_layers, plan, num_seqs=num_seqs, num_tokens=num_tokens, **how)
+    by_rank = {rank: nbytes_of(rank) for rank in ranks}
     rank = max(by_rank, key=by_rank.__getitem__)
     text = f"{head}: {format_nbytes(by_rank[rank])} on rank {rank}"
     if memory == inf or not by_rank[rank]:

@@ -173,6 +173,7 @@ class Trainer:
         tokenizer: Decoder | None = None,
         on_token: OnToken | None = None,
         return_routed_experts: bool = False,
+        decode_context_parallel: bool = False,
     ) -> list[GeneratedAnswer]:
         """Returns `n` answers to each of `prompts`, token ids, in order and on every rank; all ranks call it.
 
@@ -182,7 +183,8 @@ class Trainer:
         forward. `tokenizer` makes text for `stop_strings`.
         `on_token(index, token)` is called with each token of answer `index` on the ranks that continue it;
         False ends the answer, and an error ends all ranks. With `return_routed_experts` answers have the
-        experts of each token (model/recording/router_replay.py). Nothing is trained.
+        experts of each token (model/recording/router_replay.py). With `decode_context_parallel` ranks along
+        cp continue the same prompts, and divide the keys and values of each. Nothing is trained.
         """
         self._begin_call()
         ids = [as_token_ids(prompt, number) for number, prompt in enumerate(prompts)]
@@ -190,8 +192,9 @@ class Trainer:
         decode = None if tokenizer is None else tokenizer.decode
         limits = [with_valid_fields(params).max_new_tokens for params in each]
         longest = max((len(prompt) + limit for prompt, limit in zip(ids, limits, strict=True)), default=0)
-        fitting = self.num_fitting_seqs(longest - 1, gather)
-        how = (max_num_seqs, gather, decode, on_token, fitting, return_routed_experts)
+        divides = decode_context_parallel
+        fitting = self.num_fitting_seqs(longest - 1, gather, decode_context_parallel=divides)
+        how = (max_num_seqs, gather, decode, on_token, fitting, return_routed_experts, divides)
         request = GenerationRequest(ids, each, *how)
         with self.oom_advisor:
             return generate(self.executor, request)
@@ -216,12 +219,15 @@ class Trainer:
             request = LogprobsRequest(asked, given, batch_size, gather, routed_experts)
             return answer_logprobs(self.executor, request)
 
-    def num_fitting_seqs(self, num_tokens: int, gather: Gather = "once") -> int | None:
+    def num_fitting_seqs(
+        self, num_tokens: int, gather: Gather = "once", *, decode_context_parallel: bool = False
+    ) -> int | None:
         """Returns for the keys and values of how many sequences of `num_tokens` tokens this rank has the
-        memory; None if the cache of the model is not known.
+        memory; None if the cache of the model is not known. `decode_context_parallel`: as for `generate`.
         """
         layers, plan = self.analyzed.cached_layers, self.executor.state.plan
-        nbytes = kv_cache_nbytes(layers or (), plan, plan.rank, 1, num_tokens)
+        how = {"decode_context_parallel": decode_context_parallel}
+        nbytes = kv_cache_nbytes(layers or (), plan, plan.rank, 1, num_tokens, **how)
         if nbytes <= 0:
             return None
         gathered = gathered_weights_nbytes(plan, plan.rank) if gather == "once" else 0
