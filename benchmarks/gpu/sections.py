@@ -52,12 +52,13 @@ class Section:
 
 SECTIONS = {
     "environment": Section("environment", "environment", 60),
-    "parity": Section("parity_on_one_gpu", "parity", 50),
-    "drawn": Section("parity_on_one_gpu", "drawn_plans", 85),
+    "parity": Section("parity_on_one_gpu", "parity", 42),
+    "drawn": Section("parity_on_one_gpu", "drawn_plans", 81),
     "races": Section("delayed_collectives", "races", 60),
-    "speed": Section("step_speed", "speed", 100),
-    "dropout": Section("step_speed", "dropout", 30),
-    "attention": Section("attention_speed", "attention_kernels", 20),
+    "speed": Section("step_speed", "speed", 88),
+    "dropout": Section("step_speed", "dropout", 28),
+    "float8": Section("step_speed", "float8", 30),
+    "attention": Section("attention_speed", "attention_kernels", 16),
     "memory": Section("memory_peak", "memory", 30),
     "offload": Section("memory_peak", "offload", 45),
     "checkpoint": Section("checkpoint_io", "checkpoint", 40),

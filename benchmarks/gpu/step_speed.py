@@ -1,4 +1,5 @@
-"""A step against plain and compiled PyTorch, and with dropout against without, on one GPU.
+"""A step against plain and compiled PyTorch, with dropout against without, and in float8 against bfloat16, on
+one GPU.
 
 All loops train the same Llama on the same tokens with fused AdamW and clipping to norm 1. Plain loops have
 parameters in float32 and compute under autocast; ours too, and with bfloat16 parameters and float32 masters.
@@ -9,6 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from math import isfinite
+from typing import get_args
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -23,11 +27,14 @@ from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.device.device_streams import synchronize
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
+from meshwright.parallel.precision.fp8 import Float8Products, RecipeName, torchao_fault
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 
 LARGE = LlamaSize(1536, 16, 12, 32000, 4, 2048)  # 550 M parameters
 TINY = LlamaSize(48, 2, 4, 64, 2, 16)
 GPT2_BATCH, GPT2_TOKENS, DROPOUT = 8, 512, 0.1
+WIDE = LlamaSize(4096, 2, 32, 32000, 4, 2048)  # products large enough for float8 to gain
 
 FP32_LOOPS = ("plain fp32", "meshwright fp32")  # slow, and steady
 PAIR = ("plain autocast", "meshwright autocast")
@@ -155,6 +162,26 @@ def dropout(setting: Setting) -> dict[str, object]:
         setting.keep({"s": seconds, "steps": traces})
     ratio = seconds[f"p = {DROPOUT}"] / seconds["p = 0.0"]
     return {"ok": True, "ratio": ratio, "s": seconds, "steps": traces}
+
+
+def float8(setting: Setting) -> dict[str, object]:
+    """Returns seconds of a step and a loss, in bfloat16 and in float8 by each recipe; blocks are compiled."""
+    if fault := torchao_fault():
+        return {"ok": True, "skipped": f"torchao, {fault}"}
+    size, found = setting.size(WIDE, TINY), dict[str, dict[str, float]]()
+    compiled = setting.size((CompiledBlocks(),), ())  # a tiny run has no time to compile
+    recipes = {f"fp8 {recipe}": (Float8Products(recipe),) for recipe in get_args(RecipeName)}
+    for name, more in {"bf16": (), **recipes}.items():
+        clear_memory(setting.device)
+        plan = make_llama_plan(size, BF16, strategies=(*more, *compiled), micro_batch=size.batch)
+        trainer = open_trainer(size, plan, setting.device)
+        step = partial(trainer.step, trainer.local_batch(size.samples()))
+        seconds = seconds_of(step, setting.device, setting.size(8, 1), setting.size(3, 1))
+        found[name] = {"s": seconds, "loss": step().loss}
+        trainer.close()
+        setting.keep({"steps": found})
+    ok = all(isfinite(row["loss"]) for row in found.values())
+    return {"ok": ok, "size": asdict(size), "steps": found}
 
 
 def _gpt2_step(p: float, setting: Setting) -> Step:

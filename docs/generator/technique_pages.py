@@ -72,6 +72,7 @@ TITLES = {
     "observer": "Ranks that observe",
     "memory": "Memory",
     "memory/tiers": "Memory of the host and of disks",
+    "precision": "Precision of products",
     "tensor": "Tensor parallelism",
     "context": "Context parallelism",
     "pipeline": "Pipeline parallelism",

@@ -67,6 +67,7 @@ _MODULES = {
     "meshwright.parallel.outer.diloco": ("DiLoCo",),
     "meshwright.parallel.outer.local_sgd": ("LocalSGD",),
     "meshwright.parallel.outer.streaming_diloco": ("StreamingDiLoCo",),
+    "meshwright.parallel.precision.fp8": ("Float8Products",),
     "meshwright.parallel.server.parameter_server": ("ParameterServer",),
     "meshwright.parallel.server.stale_server": ("StaleServer",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),

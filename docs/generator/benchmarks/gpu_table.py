@@ -83,6 +83,12 @@ def _dropout(found: Found) -> str:
     return f"a step of GPT-2 with dropout takes {found['ratio']:.2f} of one without"
 
 
+def _float8(found: Found) -> str:
+    if "skipped" in found:
+        return f"skipped: {found['skipped']}"
+    return "compiled: " + "; ".join(f"{name} {1e3 * row['s']:.0f} ms" for name, row in found["steps"].items())
+
+
 def _attention(found: Found) -> str:
     rows = ((name, row.get("both_tflops")) for name, row in found["kernels"].items())
     return "forward and backward: " + "; ".join(
@@ -124,6 +130,7 @@ TEXTS: Mapping[str, Callable[[Found], str]] = MappingProxyType(
         "races": _races,
         "speed": _speed,
         "dropout": _dropout,
+        "float8": _float8,
         "attention": _attention,
         "memory": _memory,
         "offload": _offload,

@@ -20,6 +20,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, format_nbytes
 logger = logging.getLogger(__name__)
 
 BUSY_WORDS = ("busy or unavailable", "exclusive process", "prohibited")  # of drivers, where a mode forbids it
+FLOAT8_CAPABILITY = (8, 9)  # of CUDA, from which on torch._scaled_mm multiplies
 MAX_NAMED = 64  # devices that torch names if no variable does
 
 
@@ -236,6 +237,23 @@ def has_bfloat16_products() -> bool:
     if platform.type == CUDA.type:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return platform == XPU
+
+
+def float8_fault() -> str:
+    """Returns why the accelerator that this process sees has no products in float8; "" if it has, or if there
+    is none.
+    """
+    platform = local_platform()
+    if platform == CPU:
+        return ""
+    if platform != CUDA:
+        return f"float8 on {platform.name}, where it was not tried"
+    device = own_device()
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= FLOAT8_CAPABILITY:
+        return ""
+    needed = ".".join(map(str, FLOAT8_CAPABILITY))
+    return f"{device_name(device)} has compute capability {major}.{minor}, and float8 begins with {needed}"
 
 
 def fused_attention_capability(device: torch.device) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ server      ranks that keep and step parameters for others: parameter servers, s
 observer    ranks that run a function of the user on the weights, and train nothing
 memory      memory for compute or copies: activation checkpointing, chunked loss, tiled MLPs, offload;
             compiled blocks
+precision   products in fewer bits: float8
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,6 +56,7 @@ from meshwright.parallel.outer.local_sgd import LocalSGD
 from meshwright.parallel.outer.streaming_diloco import StreamingDiLoCo
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.precision.fp8 import Float8Products
 from meshwright.parallel.server.parameter_server import ParameterServer
 from meshwright.parallel.server.stale_server import StaleServer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
@@ -120,6 +122,7 @@ STRATEGIES: Mapping[str, Mapping[str, type[Strategy]]] = by_name_and_mode(
         QgZCompression,
         QuantizedWeights,
         ActivationCompression,
+        Float8Products,
         LocalSGD,
         DiLoCo,
         StreamingDiLoCo,

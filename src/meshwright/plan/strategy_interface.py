@@ -301,6 +301,13 @@ class Strategy(ABC):
         """
         return None
 
+    def compute_on_one_device(  # noqa: B027  the default changes nothing, as that of every method here
+        self, module: "nn.Module", model_spec: ModelSpec, micro_batch: int
+    ) -> None:
+        """Makes `module` compute, in an ordinary loop on one device with which plans are compared, what this
+        technique makes ranks compute on microbatches of `micro_batch` samples: those of the batch in order.
+        """
+
     def gathered_values(self, shard: "torch.Tensor") -> "torch.Tensor | None":
         """Returns what ranks receive of a flat `shard` of weights where UNSHARD is carried by other messages;
         None: this technique changes no weights.

@@ -102,7 +102,7 @@ class _Site:
         self._number = number
         self._parity_case, self._job = parity_case, parity_case.single_device_plan.job
         self._model_spec = parity_case.single_device_plan.model_spec
-        subject, rng = parity_case.make_trained_module(), parity_case.make_rng()
+        subject, rng = parity_case.make_reference_module(), parity_case.make_rng()
         self._subject, self._rng, self.trainable = subject, rng, subject.trainable_parameters
         self._replay = (
             WeightVersionReplay(parity_case, subject, rng)
@@ -202,7 +202,7 @@ def batch_gradients(parity_case: ParityCase, batch: Batch, part_sizes: Sequence[
     """Returns the gradients of a global batch at the initial values on one device, summed over parts of it of
     `part_sizes` samples.
     """
-    subject, rng = parity_case.make_trained_module(), parity_case.make_rng()
+    subject, rng = parity_case.make_reference_module(), parity_case.make_rng()
     weight = parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
     begin = 0
     for size in part_sizes:

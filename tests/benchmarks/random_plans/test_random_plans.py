@@ -89,6 +89,7 @@ def test_every_technique_is_drawn_except_those_that_are_not_exact():
     others |= {"local_sgd", "diloco", "stale_server"}
     others |= {"embedding_host"}  # of ranks of its own, beside ddp alone: tests/parallel/embedding
     others |= {"observer"}  # its function is a file: tests/parallel/observer
+    others |= {"fp8"}  # torchao is an extra, and it is not exact: tests/parallel/precision
     others |= {"compile"}  # benchmarks/models/compiled_parity.py runs it
     exact = {name: modes for name, modes in STRATEGIES.items() if name not in others}
     strategies = {f"{name} {mode}".strip() for name, modes in exact.items() for mode in modes}

@@ -41,3 +41,34 @@ def test_a_module_gets_its_original_forward_back():
     sockets.restore_forwards()
     assert model(torch.ones(())) == 10
     assert "forward" not in model[0].__dict__
+
+
+class Compiler:
+    """Notes what it compiles, and what it leaves out of it."""
+
+    def __init__(self) -> None:
+        self.compiled, self.excluded = list[str](), list[nn.Module]()
+
+    def compile(self, name: str, forward: Callable[..., object]) -> Callable[..., object]:
+        self.compiled.append(name)
+        return forward
+
+    def exclude(self, module: nn.Module, forward: Callable[..., object]) -> Callable[..., object]:
+        self.excluded.append(module)
+        return forward
+
+
+def test_a_compiled_block_contains_replaced_methods_and_no_replaced_forwards():
+    def times_five(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return 5 * x
+
+    model, compiler = nn.Sequential(nn.Sequential(Twice(), Twice())), Compiler()
+    sockets = ModulePatches(model)
+    sockets.replace_method("0.0", times_five)
+    sockets.replace_forward("0.1", lambda module, x: 3 * x)
+    sockets.compile_forwards(["0"], compiler)
+    sockets.apply_wrappers()
+    assert model(torch.ones(())) == 15
+    assert (compiler.compiled, compiler.excluded) == (["0"], [model[0][1]])
+    sockets.restore_forwards()
+    assert model(torch.ones(())) == 4

@@ -9,6 +9,7 @@ from dataclasses import replace
 from meshwright.commands.import_config.deepspeed_offload import PARAM_PATH, offloaded_of
 from meshwright.commands.import_config.option_rules import (
     DISK_KEYS,
+    FLOAT8,
     HOST_STEPS,
     OFF_TEXT,
     OFFLOAD_KEYS,
@@ -106,7 +107,7 @@ RULES: dict[str, Rule] = {
         mapped(*OFFLOAD_KEYS, *DISK_KEYS, reason=HOST_STEPS),
     ),
     **refused("modules are not left out of sharding", "leave it out", f"{FSDP}fsdp_ignored_modules"),
-    **refused("float8 products are not there", 'precision.compute = "bfloat16"', "fp8_config"),
+    **refused(*FLOAT8, "fp8_config"),
     **refused("TPUs are not trained on", "train on GPUs or CPUs", "downcast_bf16"),
     **refused("Megatron-LM's options are read from its own arguments", MEGATRON_FIX, "megatron_lm_config"),
     **refused(
@@ -216,7 +217,7 @@ def _write_precision(config: Translation, layout: ParallelLayout) -> None:
     name = str(config.get("mixed_precision", "fp16" if config.get("fp16", False) else "no")).lower()
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(name)
     if name == "fp8":
-        config.refuse("mixed_precision", "float8 products are not there", 'precision.compute = "bfloat16"')
+        config.refuse("mixed_precision", *FLOAT8)
     if dtype is None:
         return
     if layout.zero_stage:

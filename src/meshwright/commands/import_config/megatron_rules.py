@@ -22,7 +22,10 @@ LOAD = (
     "Megatron's checkpoints are not read",
     "convert to safetensors with Megatron's tools, and set model.weights",
 )
-FLOAT8 = "float8 and float4 products are not there", "--bf16"
+FLOAT8 = (
+    "float8 products are the strategy fp8, whose options are not imported, and float4 ones are not there",
+    '--bf16, and write [[strategies]] name = "fp8"',
+)
 LOW_PRECISION = (
     "master weights and optimizer states are float32",
     'leave it out, or optimizer.name = "adamw_8bit"',

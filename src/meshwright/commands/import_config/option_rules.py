@@ -26,6 +26,10 @@ ACTIVATION_OFFLOAD = (
 OFFLOAD_KEYS = ("offload.what", "offload.step_on")  # what another tool's options of offload become
 DISK_KEYS = ("disk_offload.folder", "disk_offload.num_buffers", "disk_offload.what")
 HOST_STEPS = "the host steps; replicas of shards sum gradients on the device"
+FLOAT8 = (
+    "float8 products are the strategy fp8, whose options are not imported",
+    'write precision.compute = "bfloat16", and [[strategies]] name = "fp8"',
+)
 OFF_TEXT = "this value turns nothing on"
 
 

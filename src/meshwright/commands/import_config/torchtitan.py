@@ -7,6 +7,7 @@ differ from those here: bfloat16, a linear decay after 200 warm-up steps, select
 from typing import Any
 
 from meshwright.commands.import_config.option_rules import (
+    FLOAT8,
     HOST_STEPS,
     LOGGING,
     OFF_TEXT,
@@ -34,7 +35,6 @@ SCHEDULES = {
     "dualpipev": "dualpipev",
 }
 P, T, C, A = "parallelism.", "training.", "checkpoint.", "activation_checkpoint."
-FLOAT8 = "float8 products are not there", 'precision.compute = "bfloat16"'
 EXPERTS = "experts have an axis of their own", "set mesh.ep to it, and divide mesh.dp_shard by it"
 OTHER_FORMAT = "torch DCP checkpoints are not read", "convert to safetensors, and set model.weights"
 MODEL_TEXT = "torchtitan's models are its own", "name a transformers model: --model SOURCE"

@@ -32,7 +32,8 @@ scale doubles.
 
 Cost: one cast per gradient and step.
 Limits: float16 wants a device that multiplies it (a CPU without such instructions is right, and up to 70
-times slower than in float32); no scale helps a forward that overflows float16; there is no float8.
+times slower than in float32); no scale helps a forward that overflows float16. Products in float8
+are a strategy, `fp8`.
 Papers: Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740 (sections 3.1 masters, 3.2 loss
 scaling); Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
 """

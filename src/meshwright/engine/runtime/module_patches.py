@@ -1,12 +1,14 @@
 """Replaces or wraps the forwards of modules of a model, and restores them at the end.
 
 replace_forward    a layer computes something else
+replace_method     likewise, by a function that compiled blocks contain
 wrap_forward       something runs before and after a module's forward, replaced or not; wrappers come last
 compile_forwards   compiled functions run in place of modules' own forwards, within all wrappers
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -35,11 +37,20 @@ class ModulePatches:
         self._original_forwards: list[tuple[nn.Module, Any]] = []
         self._wrappers: list[tuple[nn.Module, ForwardWrapper]] = []
         self._compiled: list[tuple[str, ForwardCompiler]] = []
+        self._traced = set[nn.Module]()
 
     def replace_forward(self, name: str, forward: Forward) -> None:
         """Makes the module `name` compute `forward(module, *its arguments)`."""
         module = self._find_module(name)
         self._set_forward(module, partial(forward, module))
+
+    def replace_method(self, name: str, function: FunctionType) -> None:
+        """Makes the module `name` compute `function(module, *its arguments)`, inside a compiled block as a
+        part of its graph. Give equal blocks one function: they share graphs of the same code only.
+        """
+        module = self._find_module(name)
+        self._set_forward(module, MethodType(function, module))
+        self._traced.add(module)
 
     def wrap_forward(self, name: str, wrapper: ForwardWrapper) -> None:
         """Makes the module `name` compute `wrapper(forward, *its arguments)`, from `apply_wrappers` on."""
@@ -49,13 +60,13 @@ class ModulePatches:
         """Makes each module of `names` run compiled, from `apply_wrappers` on.
 
         A forward that is replaced runs as it is, and so do the submodules whose forwards are replaced or
-        wrapped.
+        wrapped; those of `replace_method` are compiled with the block.
         """
         self._compiled += [(name, compiler) for name in names]
 
     def apply_wrappers(self) -> None:
         """Applies the wrappers, and compiles, once all forwards are replaced."""
-        replaced = [module for module, _ in self._original_forwards]
+        replaced = [module for module, _ in self._original_forwards if module not in self._traced]
         patched = dict.fromkeys((*replaced, *(module for module, _ in self._wrappers)))
         modules = {name: self._find_module(name) for name, _ in self._compiled}
         for name, compiler in self._compiled:

@@ -46,6 +46,7 @@ from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_saved_numel
 from meshwright.model.recording.forward_recording import Recording
 from meshwright.model.recording.plain_lookups import not_plain_lookups
+from meshwright.model.recording.plain_products import plain_linear_layers
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_rng import DrawSites
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
@@ -283,7 +284,7 @@ def analyze(
     if findings.experts_calls:
         findings.experts_calls = list(with_inner_splits(findings.experts_calls, make_trial_module(plan)))
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
-    model_spec = _add_lookups(model_spec, module, trial.recording)
+    model_spec = _add_plain_layers(model_spec, module, trial.recording)
     model_spec = replace(
         _add_residual_stream(model_spec, trial.recording),
         has_dropout=bool(sites.layouts),
@@ -373,11 +374,11 @@ def _build_model_spec(
     )
 
 
-def _add_lookups(model_spec: ModelSpec, module: nn.Module, recording: Recording) -> ModelSpec:
-    """Returns `model_spec` with why embeddings are more than a lookup."""
+def _add_plain_layers(model_spec: ModelSpec, module: nn.Module, recording: Recording) -> ModelSpec:
+    """Returns `model_spec` with why embeddings are more than a lookup, and with plain linear layers."""
     reasons = not_plain_lookups(module, recording)
-    params = (replace(each, not_plain_lookup=reasons.get(each.name, "")) for each in model_spec.params)
-    return replace(model_spec, params=tuple(params)) if reasons else model_spec
+    params = tuple(replace(each, not_plain_lookup=reasons.get(each.name, "")) for each in model_spec.params)
+    return replace(model_spec, params=params, linear_layers=plain_linear_layers(module, recording))
 
 
 def _add_residual_stream(model_spec: ModelSpec, recording: Recording) -> ModelSpec:

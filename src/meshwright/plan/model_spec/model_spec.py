@@ -304,7 +304,8 @@ class ModelSpec:
     paths of the residual stream, in order. `batch_norm_calls` are those that take the statistics of their
     batch, `experts_calls` those of mixtures of experts, in order; `choice_biases` are buffers that move their
     choice; `relu_activations` are results of ReLU and max pooling that autograd saves, `kept_outputs` what
-    matrix products and attention return, `unread_products` those that no backward reads. `loss_saved_numel`:
+    matrix products and attention return, `unread_products` those that no backward reads; `linear_layers` are
+    modules of the class nn.Linear whose weights nothing but their own calls reads. `loss_saved_numel`:
     elements per sample that the loss keeps until its backward.
     `stage_boundaries`, `sequence_info` and `memory` (bytes per block call in the dtypes of a
     job) are None if they were not analyzed.
@@ -338,6 +339,7 @@ class ModelSpec:
     relu_activations: tuple[ReluActivations, ...] = ()
     kept_outputs: tuple[KeptOutputs, ...] = ()
     unread_products: tuple[UnreadProduct, ...] = ()
+    linear_layers: tuple[str, ...] = ()
     loss_saved_numel: int = 0
     stage_boundaries: StageBoundaries | None = None
     sequence_info: SequenceInfo | None = None

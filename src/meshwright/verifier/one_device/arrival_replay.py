@@ -124,7 +124,7 @@ class _Worker:
     ) -> None:
         self._parity_case, self._number, self._servers = parity_case, number, frozenset(servers)
         self._samples, self._batches = parity_case.plan.site_samples(number), batches
-        self._subject, self._rng = parity_case.make_trained_module(), parity_case.make_rng()
+        self._subject, self._rng = parity_case.make_reference_module(), parity_case.make_rng()
         self._step, self._gradient, self._awaited = 0, TensorsByName(), set(self._servers)
         self.reference = _empty_reference(parity_case, copied_values(self._subject.parameters))
 

@@ -102,7 +102,7 @@ def exact_loss_of(
     parity_case: ParityCase, subject: TrainedModule, batch: Batch, step: int, rows: Sequence[int] | None
 ) -> float:
     """Returns the loss of `batch` at the weights of `subject`, whose buffers stay as they are."""
-    other = parity_case.make_trained_module()
+    other = parity_case.make_reference_module()
     other.module.load_state_dict(subject.module.state_dict())
     return loss_of(parity_case, other, parity_case.make_rng(), batch, step, rows).item()
 

@@ -47,6 +47,13 @@ class ParityCase:
     plan_for_batch: Callable[[Batch], Plan]
     recorded_arrivals: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
+    def make_reference_module(self) -> TrainedModule:
+        """Returns a model that computes on one device what the techniques of the plan define."""
+        subject = self.make_trained_module()
+        for strategy in self.plan.strategies:
+            strategy.compute_on_one_device(subject.module, subject.model_spec, self.plan.micro_batch)
+        return subject
+
 
 @dataclass(frozen=True)
 class ReferenceStep:
