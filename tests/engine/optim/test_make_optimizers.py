@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.engine.optim.make_optimizers import (
     OptimizerParamGroups,
     check_optimizers,
+    make_optimizer,
     make_optimizers,
     make_param_groups,
 )
@@ -110,6 +111,17 @@ def test_fused_optimizers_compute_what_plain_ones_do(name: str):
         fused.step()
         reference.step()
     assert max((mine[key] - theirs[key]).abs().max().item() for key in mine) < 1e-14
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_half_precision_move_on_a_cpu(name: str, dtype: torch.dtype):
+    wide = torch.nn.Parameter(torch.linspace(1, 2, 1003))
+    half = torch.nn.Parameter(wide.detach().to(dtype))
+    for param in (wide, half):
+        param.grad = torch.linspace(-1, 2, 1003).to(param.dtype)
+        make_optimizer(name, 0.0, OptimizerConfig(name, lr=0.5), [{"params": [param]}]).step()
+    torch.testing.assert_close(half.float(), wide, rtol=0.02, atol=0.02)
 
 
 def test_an_optimizer_over_other_parameters_is_refused():

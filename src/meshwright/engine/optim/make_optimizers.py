@@ -33,7 +33,7 @@ def make_optimizer(
     lr, betas, eps = config.lr, config.betas, config.eps
     match rule:
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=not _is_half_on_cpu(groups))
         case "adamw":
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
         case "adamw_bf16":
@@ -48,6 +48,14 @@ def make_optimizer(
             return Adafactor(groups, lr)
         case "muon":
             return Muon(groups, lr, momentum)
+
+
+def _is_half_on_cpu(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether any parameter is in half precision on a CPU, where torch's fused SGD leaves nearly all
+    elements as they are (torch 2.13).
+    """
+    params = (param for group in groups for param in group["params"])
+    return any(each.device.type == "cpu" and each.itemsize < 4 for each in params)
 
 
 OptimizerParamGroups = list[dict[str, Any]]
