@@ -216,7 +216,7 @@ def _fsdp_layout(
 def _write_precision(config: Translation, layout: ParallelLayout) -> None:
     name = str(config.get("mixed_precision", "fp16" if config.get("fp16", False) else "no")).lower()
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(name)
-    if name == "fp8":
+    if name.startswith("fp8"):
         config.refuse("mixed_precision", *FLOAT8)
     if dtype is None:
         return

@@ -48,7 +48,7 @@ def compile_ahead(analyzed: AnalyzedModel, plan: Plan, loss: Loss, device: torch
     found = list[GraphAhead]()
     for role in plan.program.roles:
         rank = role.ranks[0]
-        strategies = tuple(_ahead(each, rank, found) for each in plan.strategies)
+        strategies = tuple(_compiled_ahead(each, rank, found) for each in plan.strategies)
         ahead = plan.with_strategies(strategies, plan.micro_batch)
         dtype = getattr(torch, plan.job.precision.parameters)
 
@@ -89,7 +89,7 @@ def _num_misses() -> int:
     return counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]
 
 
-def _ahead(strategy: Strategy, rank: int, found: list[GraphAhead]) -> Strategy:
+def _compiled_ahead(strategy: Strategy, rank: int, found: list[GraphAhead]) -> Strategy:
     if not isinstance(strategy, CompiledBlocks):
         return strategy
     given = {each.name: vars(strategy)[each.name] for each in fields(CompiledBlocks)}
