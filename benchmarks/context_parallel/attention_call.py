@@ -265,6 +265,9 @@ class AttentionRank:
         """Sets the function that computes attention."""
         self._attention_fn = answer
 
+    def set_decode_attention(self, answer: Callable[[Any], Any]) -> None:
+        """Ignores `answer`: nothing is generated."""
+
     def set_convolution(self, answer: Callable[[Any], Any]) -> None:
         """Ignores `answer`: there are no convolutions."""
 

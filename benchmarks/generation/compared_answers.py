@@ -23,6 +23,7 @@ from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.generation import generation_step
 from meshwright.engine.generation.cached_forward import CachedForward
+from meshwright.engine.generation.decode_context_parallel import CacheDivision
 from meshwright.engine.generation.sampling_params import GeneratedAnswer, SamplingParams
 from meshwright.engine.generation.stage_forwards import StageForwards
 from meshwright.engine.generation.token_sampler import ChosenTokens, TokenSampler
@@ -79,9 +80,14 @@ class _ForwardAsTold(CachedForward):
     """Keeps no cache where the rank says so."""
 
     def __init__(
-        self, module: torch.nn.Module, stages: StageForwards | None = None, *, keeps_cache: bool = True
+        self,
+        module: torch.nn.Module,
+        stages: StageForwards | None = None,
+        division: CacheDivision | None = None,
+        *,
+        keeps_cache: bool = True,
     ) -> None:
-        super().__init__(module, stages, keeps_cache=keeps_cache and _noted.has_cache)
+        super().__init__(module, stages, division, keeps_cache=keeps_cache and _noted.has_cache)
 
 
 @contextmanager

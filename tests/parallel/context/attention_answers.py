@@ -13,7 +13,11 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
-from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
+from meshwright.model.context_parallel.attention_call import (
+    DecodeAttentionImpl,
+    ShardedAttentionCall,
+    describe_mask,
+)
 from meshwright.model.context_parallel.conv_call import Conv1dImpl
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.data_config import DataConfig
@@ -109,6 +113,9 @@ class Rank:
 
     def set_attention(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer
+
+    def set_decode_attention(self, answer: DecodeAttentionImpl) -> None:
+        """Ignores `answer`: nothing is generated."""
 
     def set_convolution(self, answer: Conv1dImpl) -> None:
         self.beside = answer
