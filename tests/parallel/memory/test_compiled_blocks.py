@@ -374,6 +374,9 @@ def test_of_the_processes_of_a_host_one_compiles_at_a_time_and_one_that_is_kille
 
 
 def test_a_graph_is_compiled_while_somebody_clears_the_cache_folder(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch._inductor.codecache.get_lock_dir", lambda: "no/such/folder")
+    def make_lock(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("torch.utils._filelock.FileLock", make_lock)
     graph = fx.symbolic_trace(lambda x: x + 1)
     assert compile_once_per_cache(lambda *given: given, graph, [1]) == (graph, [1])
