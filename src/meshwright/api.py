@@ -12,6 +12,7 @@ arguments.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -316,6 +317,6 @@ def trace(
     dtype, loss = getattr(torch, plan.job.precision.parameters), as_loss(loss) or analyzed.loss
     traced, cpu = sample_ranks(plan) if ranks is None else ranks, torch.device("cpu")
     verdict = trace_ranks(
-        plan, traced, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake
+        plan, traced, loss, partial(make_trained_module, analyzed, cpu, dtype), steps, fake=fake
     )
     return replace(verdict, versions={"torch": torch.__version__})

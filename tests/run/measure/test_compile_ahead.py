@@ -8,16 +8,17 @@ from rich.console import Console
 from torch import nn
 from tqdm import tqdm
 
-from meshwright.api import analyze, make_plan
+from meshwright.api import analyze, default_strategies, make_plan
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.parallel.memory.compiled_blocks import CompiledBlocks
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import EvalConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.terminal.explain_model import graphs_ahead_view
 from meshwright.run.measure.compile_ahead import compile_ahead
 from tests.parallel.memory.test_block_compiler import Model
-from tests.tiny_model import WIDTH, executor_of, tiny_job, token_samples
+from tests.tiny_model import WIDTH, analyzed_model, executor_of, tiny_job, token_samples
 
 CPU = torch.device("cpu")
 
@@ -73,6 +74,22 @@ def test_a_run_compiles_nothing_of_what_was_compiled_ahead():
     after = dict(torch._dynamo.utils.counters["inductor"])
     assert after["fxgraph_cache_hit"] == before["fxgraph_cache_hit"] + 2 * len(first)  # with backwards
     assert after["fxgraph_cache_miss"] == before["fxgraph_cache_miss"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("mesh", "ranks"),
+    [(Mesh(), [0] * 6), (Mesh(dp_shard=2), [0] * 6), (Mesh(pp=3), [0] * 4 + [1] * 4 + [2] * 2)],
+    ids=["alone", "shards", "stages"],
+)
+def test_graphs_of_evaluations_are_compiled_for_each_role(
+    mesh: Mesh, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(CompiledBlocks, "has_cache", True)
+    analyzed, job = analyzed_model(), tiny_job(evaluate=EvalConfig(hold_out=2))
+    strategies = (*default_strategies(mesh, analyzed.model_spec), CompiledBlocks(backend="eager"))
+    found = compile_ahead(analyzed, make_plan(analyzed, job, mesh, strategies, 2), analyzed.loss, CPU)
+    assert [each.rank for each in found] == ranks
 
 
 def test_a_plan_without_graphs_that_are_kept_is_refused():

@@ -33,6 +33,8 @@ SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_S
 KEEP_GATHERED = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 MEGATRON_FIX = "import the Megatron-LM arguments of the job, or set mesh.tp, mesh.pp and the strategies"
 
+FLOAT8_VALUE = "fp8"  # of mixed_precision
+
 RULES: dict[str, Rule] = {
     "mixed_precision": mapped("precision.parameters", "precision.compute"),
     "fp16": mapped("precision.compute"),
@@ -216,7 +218,7 @@ def _fsdp_layout(
 def _write_precision(config: Translation, layout: ParallelLayout) -> None:
     name = str(config.get("mixed_precision", "fp16" if config.get("fp16", False) else "no")).lower()
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(name)
-    if name.startswith("fp8"):
+    if name == FLOAT8_VALUE:
         config.refuse("mixed_precision", *FLOAT8)
     if dtype is None:
         return

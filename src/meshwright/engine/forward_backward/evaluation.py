@@ -63,6 +63,19 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
     batch of any rank, and for a loss of the whole batch, which has no meaning over batches.
     """
     raise_diagnostics(whole_batch_diagnostics(state.loss))
+    sums, sharding = local_evaluation_sums(state, batches), state.plan.sharding
+    group = state.world.group((*sharding.varying_axes, *sharding.grad_sum_axes, *sharding.stage_axes))
+    group.all_reduce(sums, action=EVALUATION_ACTION).wait()
+    total, count, tokens = sums.tolist()
+    if not count > 0:
+        raise no_samples_error()
+    return Evaluation(total / count, int(tokens), is_token_nll=state.loss.is_token_nll)
+
+
+def local_evaluation_sums(state: RankState, batches: Iterable[LocalBatch]) -> torch.Tensor:
+    """Returns what this rank adds to an evaluation, (3,): the loss, the weight and the tokens of the samples
+    of `batches` whose loss it computes.
+    """
     plan, sequence_runner = state.plan, state.sequence_runner
     is_pipelined = bool(plan.sharding.block_calls_by_pp_rank)
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
@@ -85,13 +98,7 @@ def evaluate(state: RankState, batches: Iterable[LocalBatch]) -> Evaluation:
                     else (0.0, 0.0)
                 )
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
-    sharding = plan.sharding
-    group = state.world.group((*sharding.varying_axes, *sharding.grad_sum_axes, *sharding.stage_axes))
-    group.all_reduce(sums, action=EVALUATION_ACTION).wait()
-    total, count, tokens = sums.tolist()
-    if not count > 0:
-        raise no_samples_error()
-    return Evaluation(total / count, int(tokens), is_token_nll=state.loss.is_token_nll)
+    return sums
 
 
 @contextmanager

@@ -151,9 +151,7 @@ class GenerationStep:
             together = ChosenTokens(
                 *(torch.cat(each)[order.to(each[0].device)] for each in zip(*chosen, strict=True))
             )
-        if (
-            self._division is not None
-        ):  # one rank decides: prompts are computed on each, and may round otherwise
+        if self._division is not None:  # prompts are computed on each rank, and may round otherwise
             self._division.group.broadcast(together.ids, action=GENERATE_ACTION).wait()
         arrival = None if stages is None else stages.share_tokens(together.ids)
         return ForwardUnderWay(rows, together, arrival)

@@ -11,6 +11,7 @@ for the kinds that they introduce, from the parts of a rank that they receive
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -24,6 +25,7 @@ from meshwright.engine.forward_backward.evaluation import (
     EVALUATION_ACTION,
     Evaluation,
     evaluate,
+    local_evaluation_sums,
 )
 from meshwright.engine.forward_backward.graph_cut_check import needs_graph_cuts
 from meshwright.engine.forward_backward.microbatch_forward import replay_routes_of_batches, run_forward
@@ -273,12 +275,20 @@ class StepExecutor:
         Each batch holds this rank's samples, as for `step`. Nothing is trained. Raises PlanError when nothing
         counts in any batch.
         """
+        with self._evaluation():
+            return evaluate(self.state, batches)
+
+    def run_evaluation_forwards(self, batch: LocalBatch) -> None:
+        """Runs the forwards of `evaluate` on one batch, and adds nothing up over ranks."""
+        with self._evaluation():
+            local_evaluation_sums(self.state, [batch])
+
+    def _evaluation(self) -> AbstractContextManager[None]:
         self.check_sites_agree("evaluate")
         state = self.state
         state.end_step()  # a step that failed has left its activations
         state.collectives.begin_block(EVALUATION_ACTION)
-        with summon_full_params(state.trained_module, state.flat_params, state.driver, EVALUATION_ACTION):
-            return evaluate(state, batches)
+        return summon_full_params(state.trained_module, state.flat_params, state.driver, EVALUATION_ACTION)
 
     def check_sites_agree(self, what: str) -> None:
         """Raises PlanError in the middle of a round, when the model of each site is another one."""

@@ -34,7 +34,7 @@ Cost: no bytes sent; seconds of compilation at the first step, and at the first 
 chooses what it saves for the backward, so memory differs from what `plan` says of operations: that of
 `memory_budget` and `activation_offload` too, which work on what is there.
 Of the ranks and jobs with one cache folder (TORCHINDUCTOR_CACHE_DIR), one compiles a graph, and the others
-wait and load it; a graph that has the lock of one that was killed is compiled by the next.
+wait and load it; if that one is killed, the next compiles.
 Limits: a block whose model collects outputs of its modules (router logits) runs uncompiled. Ranks that are
 threads of a process (`verify`) share torch's limit of graphs for the functions that a block calls, and beyond
 it run these uncompiled, of which torch warns. Under context parallelism, attention and convolutions over

@@ -45,20 +45,17 @@ def compile_ahead(analyzed: AnalyzedModel, plan: Plan, loss: Loss, device: torch
         text = f"nothing of this plan can be compiled before a run: {why}"
         fix = 'add the strategy "compile", with its default backend, or leave --compile out'
         raise PlanError(text, fix=fix, location=LOCATION)
-    found = list[GraphAhead]()
+    dtype, found = getattr(torch, plan.job.precision.parameters), list[GraphAhead]()
+    make = partial(make_trained_module, analyzed, device, dtype)
     for role in plan.program.roles:
         rank = role.ranks[0]
         strategies = tuple(_compiled_ahead(each, rank, found) for each in plan.strategies)
         ahead = plan.with_strategies(strategies, plan.micro_batch)
-        dtype = getattr(torch, plan.job.precision.parameters)
-
-        def make(mode: Any, dtype: torch.dtype = dtype) -> Any:
-            return make_trained_module(analyzed, device, dtype, mode)
-
+        batch = rank_batch(analyzed.example, plan, rank)
         with lone_executor(ahead, rank, loss, make, compiles=True, device=device) as executor:
-            executor.run_forwards(rank_batch(analyzed.example, plan, rank))
+            executor.run_forwards(batch)
             if plan.job.evaluate.is_enabled:
-                executor.evaluate([rank_batch(analyzed.example, plan, rank)])
+                executor.run_evaluation_forwards(batch)
     return found
 
 

@@ -120,7 +120,7 @@ def _graphs_of_rank(
 
     def trace(*, fake: bool) -> CompiledGraphs | None:
         with lone_executor(
-            *(plan, rank, loss, lambda mode: make_trained_module(analyzed, CPU, dtype, mode)),
+            *(plan, rank, loss, partial(make_trained_module, analyzed, CPU, dtype)),
             fake=fake,
             compiles=True,
         ) as executor:
