@@ -36,6 +36,20 @@ class Dropped(nn.Module):
         return x + self.drop(torch.tanh(self.linear(x)) * self.scale)
 
 
+class Tagged(Dropped):
+    """A block that Dynamo traces anew for each module, to the same graph."""
+
+    num_made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Tagged.num_made += 1
+        self.tag = f"layer {Tagged.num_made}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if self.tag == "none" else super().forward(x)
+
+
 ANALYZED = analyze(lambda: Model(Dropped), token_samples(2))
 
 
@@ -90,6 +104,15 @@ def test_graphs_of_evaluations_are_compiled_for_each_role(
     strategies = (*default_strategies(mesh, ANALYZED.model_spec), compiled)
     found = compile_ahead(ANALYZED, make_plan(ANALYZED, job, mesh, strategies, 2), ANALYZED.loss, CPU)
     assert [each.rank for each in found] == ranks
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_graph_that_comes_again_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CompiledBlocks, "has_cache", True)
+    analyzed = analyze(lambda: Model(Tagged), token_samples(2))
+    compiled = CompiledBlocks(("layers.*",), backend="eager")
+    plan = make_plan(analyzed, tiny_job(), Mesh(), (compiled,), 2)
+    assert [each.rank for each in compile_ahead(analyzed, plan, analyzed.loss, CPU)] == [0]
 
 
 def test_a_plan_without_graphs_that_are_kept_is_refused():

@@ -45,7 +45,7 @@ def compile_ahead(analyzed: AnalyzedModel, plan: Plan, loss: Loss, device: torch
         text = f"nothing of this plan can be compiled before a run: {why}"
         fix = 'add the strategy "compile", with its default backend, or leave --compile out'
         raise PlanError(text, fix=fix, location=LOCATION)
-    dtype, found = getattr(torch, plan.job.precision.parameters), list[GraphAhead]()
+    dtype, found = getattr(torch, plan.job.precision.parameters), dict[object, GraphAhead]()
     make = partial(make_trained_module, analyzed, device, dtype)
     for role in plan.program.roles:
         rank = role.ranks[0]
@@ -56,18 +56,19 @@ def compile_ahead(analyzed: AnalyzedModel, plan: Plan, loss: Loss, device: torch
             executor.run_forwards(batch)
             if plan.job.evaluate.is_enabled:
                 executor.run_evaluation_forwards(batch)
-    return found
+    return list(found.values())
 
 
 @dataclass(frozen=True)
 class _BlocksCompiledAhead(CompiledBlocks):
     """Blocks of `rank` whose graphs are compiled, and run as they were traced: no kernel runs on fakes.
 
-    They are added to `found`.
+    They are added to `found`, by rank and what is compiled: a guard may fail on fakes that holds in a run,
+    and the same graph come again.
     """
 
     rank: int = 0
-    found: list[GraphAhead] = field(default_factory=list, hash=False, compare=False)
+    found: dict[object, GraphAhead] = field(default_factory=dict, hash=False, compare=False)
 
     def make_backend(self) -> Callable[..., Any]:
         return partial(self._compile, super().make_backend())
@@ -75,10 +76,19 @@ class _BlocksCompiledAhead(CompiledBlocks):
     def _compile(
         self, compile_graph: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Any:
-        begun, misses = perf_counter(), _num_misses()
-        compile_graph(graph, inputs)
-        self.found.append(GraphAhead(self.rank, perf_counter() - begun, _num_misses() == misses))
+        key = self.rank, torch.is_grad_enabled(), graph.code, *map(_describe_input, inputs)
+        if key not in self.found:
+            begun, misses = perf_counter(), _num_misses()
+            compile_graph(graph, inputs)
+            self.found[key] = GraphAhead(self.rank, perf_counter() - begun, _num_misses() == misses)
         return graph.forward
+
+
+def _describe_input(value: Any) -> object:
+    """Returns what a compiled graph depends on of one input: its type and sizes, not its values."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    return value.dtype, str(value.shape), str(value.stride()), value.requires_grad
 
 
 def _num_misses() -> int:
@@ -86,7 +96,7 @@ def _num_misses() -> int:
     return counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]
 
 
-def _compiled_ahead(strategy: Strategy, rank: int, found: list[GraphAhead]) -> Strategy:
+def _compiled_ahead(strategy: Strategy, rank: int, found: dict[object, GraphAhead]) -> Strategy:
     if not isinstance(strategy, CompiledBlocks):
         return strategy
     given = {each.name: vars(strategy)[each.name] for each in fields(CompiledBlocks)}
