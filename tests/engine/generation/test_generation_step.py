@@ -17,6 +17,7 @@ from tests.engine.generation.test_generate import (
     Layout,
     answers_of,
     check_greedy,
+    truth,
 )
 
 
@@ -73,6 +74,24 @@ def test_the_next_forward_begins_while_tokens_are_under_way(
             check_greedy(each, "llama")
     assert {most_under_way(each) for each in notes.values()} == {expected}
     assert len(notes) == layout[0].pp
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "gather"),
+    [
+        ("mixtral", Mesh(pp=2, ep=2), "once"),
+        ("mixtral", Mesh(pp=3, ep=2), "once"),
+        ("llama", Mesh(pp=2, dp_shard=2), "block"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_prompts", [1, 2, 3])
+def test_ranks_that_meet_end_together_however_many_batches_each_has(
+    family: str, mesh: Mesh, gather: str, num_prompts: int
+):
+    layout, prompts = (mesh, None), PROMPTS[:num_prompts]
+    for answers in answers_of(family, layout, prompts=prompts, gather=gather, micro_batch=1):
+        assert [list(each.tokens) for each in answers] == truth(family)[0][:num_prompts]
 
 
 def test_answers_to_one_prompt_stay_together(notes: dict[int, list[str]]):

@@ -192,7 +192,9 @@ class _Generation:
             batches = step.batches(forward, groups, self._request.max_num_seqs, self._recorder)
             under_way = deque[tuple[ContinuousBatch, ForwardUnderWay] | None]()
             for batch in cycle(batches):
-                has_work = any(under_way) or any(each.has_work for each in batches)
+                has_work = any(each.has_work for each in batches) or any(
+                    each is not None and each[1].has_work for each in under_way
+                )
                 if not self._goes_on(has_work=has_work):
                     break
                 runs = batch.has_work or step.forwards_meet

@@ -171,6 +171,11 @@ class ForwardUnderWay(NamedTuple):
     chosen: ChosenTokens
     arrival: Work | None
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any of the rows is a sequence that runs: a rank without one runs forwards with others."""
+        return any(each.state == RUNNING for each in self.rows.sequences)
+
     def finish(self) -> tuple[SequenceRows, ChosenTokens]:
         """Returns the rows and their tokens, once these have arrived."""
         if self.arrival is not None:
