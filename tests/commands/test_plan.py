@@ -105,12 +105,21 @@ def test_plan_shows_the_memory_of_sequences_that_are_generated(
     assert text in " ".join(out.split())
     code, out, _ = invoke(capsys, "plan", config, "--max-num-seqs", "5", "--hardware", "h100")
     assert code == 0
-    assert "the device has memory for" in " ".join(out.split())
-    assert "of weights that are gathered" not in " ".join(out.split())
+    shown = " ".join(out.split())
+    assert "the device has memory for" in shown
+    assert "of weights that are gathered" not in shown
+    assert "generate sends" in shown
+    assert "(DECODE" in shown
+    assert f"for prompts of {SEQUENCE} tokens, then" in shown
+    assert "tokens per second of all ranks" in shown
+    code, out, _ = invoke(capsys, "plan", config, "--max-num-seqs", "5", "--actions")
+    assert code == 0
+    assert "forward on one token of each row of" in " ".join(out.split())
     shards = lay_out(tmp_path, model={"source": "llama.json"}, mesh={"dp_replicate": 1, "dp_shard": 2})
     code, out, _ = invoke(capsys, "plan", shards, "--max-num-seqs", "5", "--hardware", "h100")
     assert code == 0
     assert "of weights that are gathered" in " ".join(out.split())
+    assert "of weights once" in " ".join(out.split())
     code, _, err = invoke(capsys, "plan", config, "--max-num-seqs", "0")
     assert code != 0
     assert "--max-num-seqs 0; needed is a whole number of at least 1" in " ".join(err.split())

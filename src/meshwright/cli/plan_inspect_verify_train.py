@@ -74,7 +74,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
     max_num_seqs: Annotated[
         int | None,
-        typer.Option(help="Show the memory of the keys and values of so many sequences that are generated."),
+        typer.Option(help="Show the memory, bytes and seconds of so many sequences that a rank generates."),
     ] = None,
     decode_context_parallel: Annotated[
         bool, typer.Option("--decode-context-parallel", help="Of keys and values that ranks along cp divide.")
@@ -96,8 +96,8 @@ def plan(
         if compile_ahead:
             console.print(command.compile_ahead_view(resolved))
         if max_num_seqs is not None or decode_context_parallel:
-            divides = decode_context_parallel
-            view = command.kv_cache_view(resolved, max_num_seqs, decode_context_parallel=divides)
+            how = {"decode_context_parallel": decode_context_parallel, "actions": actions}
+            view = command.generation_view(resolved, max_num_seqs, **how)
             console.print(view)
         if as_json is not None:
             command.write_prediction(resolved, prediction, as_json)

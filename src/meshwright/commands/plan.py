@@ -10,21 +10,33 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.commands.predict import NOT_PREDICTED, device_of, predict_plan, with_forward_times
+from meshwright.commands.predict import (
+    NOT_PREDICTED,
+    device_of,
+    predict_plan,
+    predict_rollout,
+    with_forward_times,
+)
 from meshwright.device.local_device import own_device, target_platform
 from meshwright.device.platforms import CPU
 from meshwright.engine.generation.decode_context_parallel import division_diagnostics
 from meshwright.integrations.lm_eval_tasks import task_diagnostics
 from meshwright.parallel import STRATEGIES
+from meshwright.plan.generation_program import Rollout
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.plan import Plan
+from meshwright.planner.program_cost.generation_cost import (
+    rollout_program,
+    sent_per_token,
+    sent_weights_nbytes,
+)
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.report.terminal.action_table import plan_details
+from meshwright.report.terminal.action_table import plan_details, program_view
 from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.explain_model import compiled_graphs_view, graphs_ahead_view
 from meshwright.report.terminal.memory_and_sent_bytes import kv_cache_text
 from meshwright.report.terminal.plan_overview import PlanOverview
-from meshwright.report.terminal.prediction import prediction_dict, prediction_view
+from meshwright.report.terminal.prediction import generation_text, prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.config.plan_file import write_request
@@ -135,11 +147,16 @@ def compile_ahead_view(resolved: ResolvedRequest) -> RenderableType:
     return graphs_ahead_view(compile_ahead(run.analyzed, run.plan, run.loss, own_device()))
 
 
-def kv_cache_view(
-    resolved: ResolvedRequest, max_num_seqs: int | None, *, decode_context_parallel: bool = False
+def generation_view(
+    resolved: ResolvedRequest,
+    max_num_seqs: int | None,
+    *,
+    decode_context_parallel: bool = False,
+    actions: bool = False,
 ) -> RenderableType:
-    """Returns the bytes of keys and values of `max_num_seqs` sequences, each as long as a sample; with
-    `decode_context_parallel`, divided over the ranks along cp.
+    """Returns what `generate` keeps and sends for `max_num_seqs` sequences on a rank, each as long as a
+    sample, the seconds that it takes if there is hardware, and with `actions` its program for two tokens;
+    with `decode_context_parallel`, keys and values are divided over the ranks along cp.
 
     Raises PlanError for a number that is none, and for a cache that cannot be divided.
     """
@@ -156,7 +173,18 @@ def kv_cache_view(
     device = device_of(run.plan.run.hardware, run.plan.mesh.world_size)
     memory, num_tokens = inf if device is None else device.memory, run.plan.job.data.sequence
     layers, how = run.analyzed.cached_layers, {"decode_context_parallel": decode_context_parallel}
-    return Text(kv_cache_text(run.plan, layers, max_num_seqs, num_tokens, memory, **how))
+    memory_text = Text(kv_cache_text(run.plan, layers, max_num_seqs, num_tokens, memory, **how))
+    if decode_context_parallel:
+        return memory_text
+    rollout = Rollout(max_num_seqs, num_tokens, 2)
+    try:
+        program = rollout_program(run.plan, rollout, layers)
+    except PlanError as error:
+        return Group(memory_text, Text(error.diagnostics[0].problem))
+    prediction = predict_rollout(run.plan, rollout, layers or ())
+    sent = sent_weights_nbytes(run.plan, program), sent_per_token(run.plan, program)
+    text = Text(generation_text(rollout, *sent, prediction))
+    return Group(memory_text, text, *([program_view(program)] if actions else []))
 
 
 def _dtype_notes(plan: Plan) -> Iterator[str]:

@@ -6,20 +6,24 @@ device.toml that n processes of t threads measured on a CPU stands for hosts wit
 ranks share.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshwright.parallel.memory.memory_budget import MemoryBudget
 from meshwright.parallel.memory.tiers.activation_offload import ActivationOffload
+from meshwright.plan.generation_program import Rollout
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.hardware.streams import Resource
+from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine, on_assumed_host
 from meshwright.planner.program_cost.action_cost import forward_seconds
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
+from meshwright.planner.program_cost.generation_cost import GenerationPrediction, predict_generation
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
     NetworkTime,
@@ -53,6 +57,16 @@ def predict_plan(plan: Plan, hardware: str, cluster: str) -> StepPrediction | No
     return (
         predict_step(plan, prediction_hardware(hardware, cluster, plan.mesh.world_size)) if hardware else None
     )
+
+
+def predict_rollout(
+    plan: Plan, rollout: Rollout, cached_layers: Sequence[CachedLayer]
+) -> GenerationPrediction | None:
+    """Predicts `rollout` under `plan` on the hardware of its config; None if that names none."""
+    if not plan.run.hardware:
+        return None
+    target = prediction_hardware(plan.run.hardware, plan.run.cluster, plan.mesh.world_size)
+    return predict_generation(plan, target, rollout, cached_layers)
 
 
 def prediction_hardware(hardware: str, cluster: str, world: int) -> ExecutionTarget:

@@ -1,4 +1,5 @@
-"""Plans a training step: what is trained, how its tensors are sharded, and which actions each rank executes.
+"""Plans a training step: what is trained, how its tensors are sharded, and which actions each rank executes;
+and what generation does with the same shards.
 
 Standard library only; nothing here imports torch.
 
@@ -12,6 +13,7 @@ Standard library only; nothing here imports torch.
     role_programs           the list of each role: of the workers of a stage, of a dedicated server
     plan                    Plan: job, mesh and strategies, resolved
     strategy_interface      Strategy: the interface of every parallelism technique
+    generation_program      the second program of a plan: a call of generate
     compiled_graphs         the graphs that a compiler makes of blocks, counted before and in a run
     strategy_state          the tensors that a technique keeps from step to step
     strategy_compatibility  checks of job, sharding and strategies together

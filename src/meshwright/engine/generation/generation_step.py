@@ -16,7 +16,7 @@ that are gathered block by block), follows from the plan.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -47,13 +47,11 @@ from meshwright.engine.generation.token_sampler import (
 )
 from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
+from meshwright.plan.generation_program import Gather, meeting_axes, row_axes
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
-from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
 GENERATE_ACTION = "GENERATE"  # name in the ledger
-Gather = Literal["once", "block"]
 
 
 class GenerationStep:
@@ -72,13 +70,11 @@ class GenerationStep:
         self._executor, self._state, self._gather = executor, state, gather
         sharding, world = state.plan.sharding, state.world
         self._division = make_cache_division(state) if decode_context_parallel else None
-        row_axes = in_mesh_order({*sharding.data_axes, *sharding.token_axes})
-        if self._division is not None:
-            row_axes = in_mesh_order(sharding.data_axes)
-        self.group = world.group(row_axes)
-        self.same_rows_group = world.group([axis for axis in AXES if axis not in row_axes])
-        meeting = _meeting_axes(state.plan, gather)
-        self.meeting_axes = tuple(axis for axis in row_axes if axis in meeting)
+        of_rows = row_axes(state.plan) if self._division is None else in_mesh_order(sharding.data_axes)
+        self.group = world.group(of_rows)
+        self.same_rows_group = world.group([axis for axis in AXES if axis not in of_rows])
+        meeting = meeting_axes(state.plan, gather)
+        self.meeting_axes = tuple(axis for axis in of_rows if axis in meeting)
         self._stages = make_stage_forwards(state, GENERATE_ACTION)
         self._num_batches = 1 if self._stages is None else self._stages.num_batches
         # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
@@ -209,17 +205,3 @@ def gather_from_ranks(group: Group, tensor: torch.Tensor, action: str = GENERATE
     gathered = tensor.new_empty(group.size, *tensor.shape)
     group.all_gather(gathered, tensor.contiguous(), action=action).wait()
     return gathered.cpu()
-
-
-def _meeting_axes(plan: Plan, gather: Gather) -> set[str]:
-    """Returns the axes along which ranks meet in a forward, of any stage of a pipeline."""
-    actions = [action for role in plan.program.roles for action in role.actions]
-    forwards = (action for action in actions if action.kind in FORWARD_KINDS)
-    axes = {axis for action in forwards for each in action.inner_transfers for axis in each.axes}
-    shardings = plan.sharding.param_shardings
-    # along cp experts may meet; attention does not, because each rank has whole sequences
-    axes -= {*plan.sharding.token_axes} - {axis for each in shardings for axis in each.sliced_dims}
-    if gather == "block":
-        sharded = [each for each in shardings if each.is_stored_sharded]
-        axes |= {axis for each in sharded for axis in each.storage_layout.axes_with("S")}
-    return {axis for axis in axes if plan.mesh.size(axis) > 1}

@@ -8,5 +8,6 @@ straggler_waits    waits for the slowest rank of a collective
 prediction         seconds of a step, and where they go
 compression_gain   from which link speed on compressed sums pay
 rank_memory        bytes of the model states, and the peak of a step
+generation_cost    least seconds of generation, and what it sends
 kv_cache_memory    bytes of keys and values while tokens are generated
 """

@@ -71,8 +71,8 @@ class ActionCost:
 
 
 @dataclass(frozen=True)
-class _RankFraction:
-    # fractions of a block call that one rank computes
+class RankFraction:
+    """Fractions of a block call that one rank computes."""
 
     tokens: float = 1.0
     features: float = 1.0
@@ -189,21 +189,21 @@ class ActionCosts:
             )
         return self._ops_seconds(work, fraction, backward=direction != "forward")
 
-    def _rank_fraction(self, block_call: str) -> _RankFraction:
+    def _rank_fraction(self, block_call: str) -> RankFraction:
         share, (flops, saved_numel), tokens = (
             self._view.work_share.block_shares[block_call],
             self._full_ops(block_call),
             float(self._view.work_share.token_fraction(block_call)),
         )
         features = share.flops / flops / tokens if flops else 1.0
-        return _RankFraction(tokens, features, share.saved_numel / saved_numel if saved_numel else tokens)
+        return RankFraction(tokens, features, share.saved_numel / saved_numel if saved_numel else tokens)
 
     def _full_ops(self, block_call: str) -> tuple[int, int]:
         model_spec = self._plan.model_spec
         index = model_spec.block_calls.index(block_call)
         return model_spec.flops[index], model_spec.saved_numel[index] if model_spec.saved_numel else 0
 
-    def _ops_seconds(self, work: OpCounts, fraction: _RankFraction, *, backward: bool) -> float:
+    def _ops_seconds(self, work: OpCounts, fraction: RankFraction, *, backward: bool) -> float:
         target, num_samples = self.target, self._num_samples
         call_s = target.device_time.call_backward_s if backward else target.device_time.call_s
         op_seconds = [
@@ -215,7 +215,7 @@ class ActionCosts:
         return sum(count * max(call_s, seconds) for count, seconds in op_seconds)
 
     def _op_seconds(
-        self, work: MatmulOp | AttentionOp | MemoryOp, fraction: _RankFraction, num_samples: int
+        self, work: MatmulOp | AttentionOp | MemoryOp, fraction: RankFraction, num_samples: int
     ) -> float:
         device_time = self.target.device_time
         if isinstance(work, MemoryOp):
@@ -253,7 +253,7 @@ class ActionCosts:
         return (
             0.0
             if self._model_ops is None
-            else self._ops_seconds(self._model_ops.glue, _RankFraction(), backward=False)
+            else self._ops_seconds(self._model_ops.glue, RankFraction(), backward=False)
         )
 
     def _loss_seconds(self, action: Action) -> float:
@@ -269,7 +269,7 @@ class ActionCosts:
         if head_call is None and is_vocab_sharded:
             return self._vocab_loss_seconds(share.output_numel * self._num_samples)
         if head_call is None:
-            return self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), backward=False)
+            return self._ops_seconds(self._model_ops.loss, RankFraction(memory=tokens), backward=False)
         chunk_flops, chunk_tokens = (
             action.flops / (3 * sharding.num_loss_chunks),
             max(1, num_local_logit_tokens(view) * self._num_samples / sharding.num_loss_chunks),
@@ -285,7 +285,7 @@ class ActionCosts:
         )
         if is_vocab_sharded:
             return matmul_s + self._vocab_loss_seconds(vocab * chunk_tokens * sharding.num_loss_chunks)
-        loss_s = self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), backward=False)
+        loss_s = self._ops_seconds(self._model_ops.loss, RankFraction(memory=tokens), backward=False)
         return matmul_s + loss_s
 
     def _vocab_loss_seconds(self, logits: float) -> float:

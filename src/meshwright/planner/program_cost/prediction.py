@@ -94,13 +94,7 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
         action_costs = ActionCosts(plan, role.ranks[0], target)
         ops_known = ops_known and action_costs.ops_known
         costs |= with_straggler_waits(action_costs, role.actions)
-    shared_cores = None
-    if target.cores_per_host:
-        shared_cores = SharedCores(
-            target.cores_per_host,
-            {role.name: len(role.ranks) / target.num_hosts for role in program.roles},
-            target.threads_per_rank,
-        )
+    shared_cores = _shared_cores(program, target)
     step_s, roles = step_breakdown(program, costs, shared_cores)
     round_end_s, period = None, program.longest_period
     if period is not None:
@@ -118,6 +112,26 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     mfu = flops / (step_s * plan.mesh.world_size * peak) if peak and step_s else None
     notes = (*target.notes, *(() if ops_known else (NO_TRIAL_NOTE,)), *compression_notes(plan, target))
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes, round_end_s)
+
+
+def simulate_seconds(
+    program: Program, mesh: Mesh, costs: Mapping[int, ActionCost], target: ExecutionTarget
+) -> float:
+    """Returns the seconds of `program` on `target`, whose actions have `costs`, by identity."""
+    waiting = with_collective_waits(program, mesh)
+    by_id = {
+        id(action): costs[id(before)]
+        for role, role_before in zip(waiting.roles, program.roles, strict=True)
+        for action, before in zip(role.actions, role_before.actions, strict=True)
+    }
+    return step_breakdown(waiting, by_id, _shared_cores(program, target))[0]
+
+
+def _shared_cores(program: Program, target: ExecutionTarget) -> SharedCores | None:
+    if not target.cores_per_host:
+        return None
+    num_ranks = {role.name: len(role.ranks) / target.num_hosts for role in program.roles}
+    return SharedCores(target.cores_per_host, num_ranks, target.threads_per_rank)
 
 
 def _shares_of_ends(program: Program, period: Period) -> list[tuple[frozenset[Period], float]]:

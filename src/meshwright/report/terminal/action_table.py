@@ -11,10 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
+from meshwright.plan.generation_program import FORWARDS_OF_GENERATION
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.memory.kept_outputs import kept_ops
-from meshwright.plan.step.program import Action, Transfer
+from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
 from meshwright.report.terminal.coded_messages import coded_messages_text
@@ -114,8 +115,17 @@ KIND_TEXTS = {
     "AVERAGE_SITE": "sum what sites average over those of a data centre",
     "END_ROUND_SITE": "what the sites of a data centre go on with: the mean",
     "END_ROUND": "what sites go on with, made of the mean",
+    "CHECK_REQUEST": "compare the request with that of all ranks",
+    "AGREE": "whether any rank has work",
+    "PREFILL": "forward on the prompts of",
+    "DECODE": "forward on one token of each row of",
+    "SAMPLE": "choose the next token of each row",
+    "SEND_TOKENS": "tell it to the other stages",
+    "SEND_LOGPROBS": "tell its log-probabilities to the other stages",
+    "GATHER_ANSWERS": "gather the answers of all ranks",
 }
 
+BLOCK_KINDS = (*PARAM_USE_KINDS, *FORWARDS_OF_GENERATION)  # of one block call each
 # kinds that are told apart by their subject
 KINDS_WITH_SUBJECT = (
     *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
@@ -142,9 +152,14 @@ def plan_details(plan: Plan) -> RenderableType:
     """Returns the summary of `plan`, its dtypes, memory, transfers, stages and actions."""
     tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan)]
     shown = (part for table in tables if table is not None for part in ("", table))
-    several = len(plan.program.roles) > 1
-    actions = [_action_table(role.actions, title=role.name if several else "") for role in plan.program.roles]
-    return Group(_summary(plan), *shown, *([] if several else [""]), *actions)
+    return Group(_summary(plan), *shown, program_view(plan.program))
+
+
+def program_view(program: Program) -> RenderableType:
+    """Returns the actions of each role of `program`."""
+    several = len(program.roles) > 1
+    actions = [_action_table(role.actions, title=role.name if several else "") for role in program.roles]
+    return Group(*([] if several else [""]), *actions)
 
 
 def _summary(plan: Plan) -> Table:
@@ -241,7 +256,7 @@ def _action_runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
     def key(numbered: tuple[int, Action]) -> tuple[object, ...]:
         number, action = numbered
         alike = action.kind, action.microbatch, kept_ops(action), bool(action.skipped_layers)
-        return alike if action.kind in PARAM_USE_KINDS else (number,)
+        return alike if action.kind in BLOCK_KINDS else (number,)
 
     for _, run in groupby(enumerate(actions), key=key):
         yield [action for _, action in run]
@@ -280,7 +295,7 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
     text = KIND_TEXTS.get(first.kind, "")  # a strategy that is not of this library brings kinds of its own
     if text:
-        yield f"{text} {blocks}" if first.kind in PARAM_USE_KINDS else text
+        yield f"{text} {blocks}" if first.kind in BLOCK_KINDS else text
     if ops := kept_ops(first):
         verb = "takes" if first.kind == "RECOMPUTE" else "keeps"
         yield f"{verb} what {' and '.join(ops)} returned"

@@ -1,15 +1,20 @@
-"""Shows a predicted step as a table and as plain values: seconds by category, peak memory, bytes sent.
+"""Shows a predicted step as a table and as plain values: seconds by category, peak memory, bytes sent; and
+what `generate` is predicted to take.
 
 Bytes come from the program and need no device; seconds need the hardware. The plain values are stored with a
 run (run_info.json), so that its report can compare them with measurements (predicted_vs_measured.py).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.plan.generation_program import Rollout
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
+from meshwright.planner.program_cost.generation_cost import GenerationPrediction
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
 from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.table import Column, Table
@@ -63,6 +68,28 @@ def prediction_head(plan: Plan, prediction: StepPrediction) -> str:
     return (
         f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x "
         f"{prediction.target_name}: {speed}{share}{_round_end_text(prediction)}"
+    )
+
+
+def generation_text(
+    rollout: Rollout, weights: float, sent: Mapping[str, float], prediction: GenerationPrediction | None
+) -> str:
+    """Returns the bytes that the busiest rank sends: of `weights` in a call, and `sent` for each token of its
+    sequences, by kind of action; and the seconds if they are predicted.
+    """
+    by_kind = ", ".join(f"{kind} {format_nbytes(round(nbytes))}" for kind, nbytes in sent.items())
+    total = format_nbytes(round(sum(sent.values())))
+    text = f"generate sends {total} a rank for each token of {rollout.num_seqs} sequences"
+    text += f" ({by_kind})" if sent else ""
+    text += f", and {format_nbytes(round(weights))} of weights once" if weights else ""
+    if prediction is None:
+        return text
+    gathered = f"{format_seconds(prediction.gather_s)} to gather weights, " if prediction.gather_s else ""
+    return (
+        f"{text}; without Python between operations it takes {gathered}"
+        f"{format_seconds(prediction.prefill_s)} for prompts of {rollout.num_prompt_tokens} tokens, then "
+        f"{format_seconds(prediction.token_s)} a token: at most {prediction.tokens_per_s:,.0f} tokens per "
+        "second of all ranks"
     )
 
 
