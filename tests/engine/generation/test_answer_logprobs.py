@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api import analyze, make_plan, parallelize
+from meshwright.api import analyze, default_strategies, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.generation import answer_logprobs
 from meshwright.engine.generation.answer_logprobs import AnswerLogprobs
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.tensors.float64_mode import run_in_float64
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
@@ -103,6 +104,14 @@ def test_they_are_those_of_the_model_on_one_device(layout: str):
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(ep=3), Mesh(pp=2, ep=2)], ids=str)
 def test_experts_meet_though_ranks_have_unequally_many_answers(mesh: Mesh):
     for found in logprobs_of("mixtral", (mesh, None), batch_size=1):
+        check(found, "mixtral")
+
+
+def test_experts_meet_on_ranks_that_have_both_ends_of_the_model():
+    mesh = Mesh(pp=2, ep=2)
+    default = default_strategies(mesh, analyzed_family("mixtral").model_spec)
+    both = tuple(Pipeline("pp", "dualpipe") if isinstance(each, Pipeline) else each for each in default)
+    for found in logprobs_of("mixtral", (mesh, both)):
         check(found, "mixtral")
 
 

@@ -4,11 +4,11 @@
     rank 1   (embed) --> (layer 0) -->   layer 1   -->   head
               0 sends      0 sends       1 sends         1 sends     outputs go to the other ranks
 
-Each block runs where its weights are. The other ranks run it on tensors without numbers, which shows its
-outputs and does what it does to its arguments: a cache of keys and values grows there too, and is as long as
-on the owner. Then the numbers arrive. So glue runs on all ranks, on the same numbers, and every rank has the
-outputs; all ranks run whatever calls the model, `generate` with or without a cache, and nothing needs to be
-known of the forward beforehand.
+Each block runs where its weights are; where several ranks have them (DualPipe), the outputs are those of the
+first. The other ranks run it on tensors without numbers, which shows its outputs and does what it does to its
+arguments: a cache of keys and values grows there too, and is as long as on the owner. Then the numbers
+arrive. So glue runs on all ranks, on the same numbers, and every rank has the outputs; all ranks run whatever
+calls the model, `generate` with or without a cache, and nothing needs to be known of the forward beforehand.
 
     bytes = sum over blocks of their outputs, and 88 more per tensor, broadcast along the pipeline
 
@@ -55,6 +55,8 @@ class PipelinedForward:
         # the first of several ranks that have a block runs it
         for index, stage in reversed(list(enumerate(plan.sharding.block_calls_by_pp_rank))):
             self._owners |= {block_of(block_call): index for block_call in stage}
+        stages, coordinate = plan.sharding.block_calls_by_pp_rank, plan.view.coordinate
+        self._own = set(map(block_of, stages[coordinate["pp"]])) if stages else set[str]()
         # a single mode, because a cache may outlive a forward
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls_agreed_on = set[tuple[str, str]]()  # name of a block, class of a cache that it is given
@@ -91,7 +93,9 @@ class PipelinedForward:
         is_owner = owner == group.index
         outputs, refusal = None, None
         try:
-            outputs = run(*args, **kwargs) if is_owner else self._fake_outputs(name, run, args, kwargs)
+            # of several ranks that have a block (DualPipe) all run it: they meet others in its collectives
+            runs = is_owner or name in self._own
+            outputs = run(*args, **kwargs) if runs else self._fake_outputs(name, run, args, kwargs)
         except PlanError as error:
             refusal = error
         self._refuse_together(name, _opaque_kind((args, kwargs)), refusal)
