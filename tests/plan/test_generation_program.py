@@ -11,6 +11,8 @@ from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
+from meshwright.parallel.server.parameter_server import ParameterServer
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan import generation_program as made
 from meshwright.plan.generation_program import Rollout, generation_program, row_axes
@@ -22,6 +24,7 @@ from meshwright.plan.step.simulator import simulate
 from tests.plan.test_plan import plan as plan_without_tokens
 
 NEW = 4
+SERVER = (BatchSplit("dp_replicate"), ParameterServer("dp_replicate", servers=1))
 GRID = (BatchSplit("dp_shard"), TensorParallel2D(), ZeRO("dp_shard", stage=3))
 CASES = {
     each.name: each
@@ -34,6 +37,10 @@ CASES = {
         Case("tokens", Mesh(cp=3)),
         Case("shards", Mesh(dp_shard=3)),
         Case("shards, block by block", Mesh(dp_shard=3), gather="block"),
+        Case("shards of states", Mesh(dp_shard=2), strategies=(BatchSplit("dp_shard"), ZeRO(stage=1))),
+        Case("tied shards, block by block", Mesh(dp_shard=2), "gpt2", gather="block"),
+        Case("both ends on a rank", Mesh(pp=2), "gpt2", strategies=(Pipeline("pp", "zb_v"),)),
+        Case("values in parts", Mesh(pp=2, tp=2), strategies=(TensorParallel(), Pipeline(scatter=True))),
         Case("shards in stages, block by block", Mesh(dp_shard=2, pp=2), gather="block"),
         Case("experts that tp has sliced", Mesh(tp=2), "mixtral"),
         Case("latent cache", Mesh(tp=2), "deepseek_v3"),
@@ -123,6 +130,11 @@ def test_batches_go_round_the_stages():
     ("plan", "text"),
     [
         (plan_without_tokens, "samples are no sequences of one length"),
+        (
+            partial(plan_of, "llama", Mesh(pp=2), (Pipeline("pp", "dualpipe"),)),
+            "ranks .* have a block",
+        ),
+        (partial(plan_of, "llama", Mesh(dp_replicate=2), SERVER), "parameters that they step"),
         (partial(plan_of, "random llama, even", Mesh(dp_shard=2, tp=2), GRID), "slices of features"),
     ],
 )

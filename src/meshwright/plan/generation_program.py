@@ -21,14 +21,17 @@ this program, byte by byte, in tests/plan/test_generation_program.py. Where rout
 they are those expected.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES, ROOT, ModelSpec, block_of
+from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.sharding.rank_view import RankView
@@ -43,6 +46,7 @@ SCORE_NBYTES = 48  # of a row, for the best token of a part of the vocabulary
 TOKEN_NBYTES = 8
 AGREED_NBYTES = 16
 LOGPROBS_NBYTES, STATE_NBYTES = 16, 16  # of a token, and of an answer beside its tokens
+DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,15 @@ def _problem(plan: Plan) -> str:
     sharding, mesh = plan.sharding, plan.mesh
     if sharding.num_servers:
         return "some ranks only serve"
+    if sharding.has_owners:
+        return "ranks send each other the parameters that they step"
+    values = _boundary_values(plan.model_spec)
+    sent = {_value_name(each) for role in plan.program.roles for each in role.actions if each.kind == "SEND"}
+    if any(values[name].op for name in sent if name in values) or not sent <= values.keys():
+        return "stages send each other more than outputs of blocks"
+    calls = [call for of_rank in sharding.block_calls_by_pp_rank for call in of_rank]
+    if len(set(calls)) < len(calls):
+        return "several ranks of the pipeline have a block"
     placements = sharding.residual_layout.placements
     if any(each.dim not in (None, TOKEN_DIM) and mesh.size(axis) > 1 for axis, each in placements):
         return "blocks take slices of features"
@@ -125,11 +138,12 @@ class _RoleProgram:
     """The actions of one role, sized for its first rank."""
 
     def __init__(self, plan: Plan, role: Role, rollout: Rollout) -> None:
-        self._plan, self._rollout, self._name = plan, rollout, role.name
+        self._plan, self._rollout = plan, rollout
         self._view: RankView = plan.rank_view(role.ranks[0])
         first = [each for each in role.actions if each.microbatch == 0]
         self._forwards = [each for each in first if each.kind in (*FORWARD_KINDS, "SEND", "RECV")]
-        self._unshards = self._first_unshards(first)
+        self._values = _boundary_values(plan.model_spec)
+        self._gathered_once, self._gathered_by_block = self._gathers(role)
         stages = _stage_ranks(plan)
         # one batch for each stage, where each rank has one; else stages work one after the other
         self._num_stages = len(stages) if len(set(stages)) == len(stages) > 0 else 1
@@ -141,8 +155,7 @@ class _RoleProgram:
         rollout, plan, number = self._rollout, self._plan, 0
         if plan.mesh.world_size > 1:
             yield _exchange("CHECK_REQUEST", None, _gather(AXES, DIGEST_NBYTES, "int64"))
-        if rollout.gather == "once":
-            yield from {each.name: each for each in self._gathered_once.values()}.values()
+        yield from self._gathered_once
         meeting = [axis for axis in row_axes(plan) if axis in meeting_axes(plan, rollout.gather)]
         for token in range(rollout.num_new_tokens):
             for rows in self._batch_sizes:
@@ -163,40 +176,53 @@ class _RoleProgram:
         num_tokens = 1 if token or not rows else self._rollout.num_prompt_tokens
         kind, before, rows = FORWARDS_OF_GENERATION[token > 0], number - len(self._batch_sizes), max(1, rows)
         told = (f"SEND_TOKENS({before})" if self._is_pipeline else f"SAMPLE({before})",) if token else ()
-        last_name, named = "", set[str]()
+        last_name, blocks = "", set[str]()
         for action in self._forwards:
             if action.kind in FORWARD_KINDS:
-                gathers = self._gathers(action.subject, number)
-                if self._rollout.gather == "block":
-                    yield from (each for each in gathers if each.name not in named)
-                    named |= {each.name for each in gathers}
+                block = block_of(action.subject)
+                gathers = [] if block in blocks else self._gathered_by_block[block]
+                of_block = [_gather_for(each, f"tokens of {block}", number) for each in gathers]
+                yield from of_block
+                blocks.add(block)
                 arriving = [f"RECV({each.subject}, {number})" for each in self._received_before(action)]
-                waits = (*told, *arriving, *(each.name for each in gathers))
+                gathered = [each.name for each in (*([] if token else self._gathered_once), *of_block)]
                 inner = tuple(self._inner_transfers(action, rows, num_tokens))
+                waits = (*told, *arriving, *gathered)
                 forward = Action(kind, action.subject, number, waits=waits, inner_transfers=inner)
                 yield forward
                 last_name = forward.name
             elif action.transfer is not None:
-                ratio = self._ratio(action.subject.partition(" to ")[0], rows, num_tokens)
                 waits = (last_name,) if action.kind == "SEND" else tuple(_at(w, number) for w in action.waits)
-                scaled, stream = _scaled(action.transfer, ratio), action.stream
-                yield Action(action.kind, action.subject, number, stream, waits=waits, transfer=scaled)
+                sent = self._sent_value(action, action.transfer, rows, num_tokens)
+                yield Action(action.kind, action.subject, number, action.stream, waits=waits, transfer=sent)
         yield from self._choice(number, rows, last_name)
 
-    @property
-    def _gathered_once(self) -> dict[tuple[str, str], Action]:
-        return {
-            (block_call, each.name): _renamed(each, "all tokens")
-            for block_call, gathers in self._unshards.items()
-            for each in gathers
-        }
+    def _gathers(self, role: Role) -> tuple[list[Action], dict[str, list[Action]]]:
+        """Returns what gathers parameters once in a call, and what does it before each use of a block."""
+        once, by_block = list[Action](), defaultdict[str, list[Action]](list)
+        gathering = [each for each in role.actions if each.kind == "UNSHARD"]
+        for group in self._view.all_param_groups:
+            ours = (each for each in gathering if f"{each.subject}, ".startswith(f"{group.name}, "))
+            first = next(ours, None)
+            if first is None or group.name not in self._view.flat_param_specs:
+                continue
+            stays = not group.param_shardings[0].is_stored_sharded or ROOT in group.block_calls
+            if stays or self._rollout.gather == "once":
+                once.append(_gather_for(replace(first, subject=group.name), "all tokens", None))
+                continue
+            for block in dict.fromkeys(map(block_of, group.block_calls)):
+                by_block[block].append(replace(first, subject=group.name))
+        return once, by_block
 
-    def _gathers(self, block_call: str, number: int) -> list[Action]:
-        """Returns what gathers the parameters of `block_call` for the forward `number`."""
-        first = self._unshards[block_call]
-        if self._rollout.gather == "once":
-            return [self._gathered_once[block_call, each.name] for each in first]
-        return [_renamed(each, "tokens", number) for each in first]
+    def _sent_value(self, action: Action, transfer: Transfer, rows: int, num_tokens: int) -> Transfer:
+        """Returns the transfer of a whole value, of which ranks send slices or codes in a step."""
+        value, length = self._values[_value_name(action)], num_sample_tokens(self._plan.model_spec)
+        numel = rows * value.numel(1)
+        if (length, 0) in value.dim_sizes:
+            numel = numel // length * num_tokens
+        nbytes = numel * DTYPE_NBYTES[transfer.dtype]
+        plain = replace(transfer, carried_by=(), carried_from=0, replica_axes=())
+        return replace(plain, nbytes=nbytes)
 
     def _received_before(self, action: Action) -> Iterator[Action]:
         """Yields what this role receives right before the block call of `action`."""
@@ -229,15 +255,6 @@ class _RoleProgram:
     def _from_last(self, nbytes: int, dtype: str) -> Transfer:
         return Transfer("broadcast", ("pp",), nbytes, dtype=dtype, root=self._last_rank)
 
-    def _first_unshards(self, first: Sequence[Action]) -> dict[str, list[Action]]:
-        """Returns the first actions that gather the parameters of each block call."""
-        gathering = {each.name: each for each in first if each.kind == "UNSHARD"}
-        return {
-            action.subject: [gathering[name] for name in action.waits if name in gathering]
-            for action in first
-            if action.kind in FORWARD_KINDS
-        }
-
     def _ratio(self, block_call: str, rows: int, num_tokens: int) -> Fraction:
         """Returns the tokens of a forward, as a multiple of those of a microbatch on this rank."""
         own = self._view.work_share.token_fraction(block_call) * num_sample_tokens(self._plan.model_spec)
@@ -258,6 +275,16 @@ class _RoleProgram:
                 yield each  # counts of rows: one for each expert, whatever the tokens
             else:
                 yield _scaled(each, ratio)
+
+
+def _boundary_values(model_spec: ModelSpec) -> dict[str, StageValue]:
+    boundaries = model_spec.stage_boundaries
+    return {} if boundaries is None else {each.name: each for each in boundaries.values}
+
+
+def _value_name(action: Action) -> str:
+    """Returns the value that a message between stages carries."""
+    return action.subject.partition(" to ")[0]
 
 
 def _stage_ranks(plan: Plan) -> list[int]:
@@ -288,9 +315,9 @@ def _exchange(kind: str, number: int | None, transfer: Transfer, waits: tuple[st
     return Action(kind, "", number, "comm", waits=waits, transfer=transfer)
 
 
-def _renamed(action: Action, whose: str, number: int | None = None) -> Action:
+def _gather_for(action: Action, whose: str, number: int | None) -> Action:
     """Returns what gathers parameters, as an action of generation: nothing frees them before it ends."""
-    subject = f"{action.subject.removesuffix(', F')}, {whose}"
+    subject = f"{action.subject}, {whose}"
     return replace(action, subject=subject, microbatch=number, waits=(), allocations=(), frees=())
 
 

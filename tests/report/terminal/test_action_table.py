@@ -49,6 +49,7 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.generation_program import Rollout, generation_program
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
@@ -333,6 +334,8 @@ def all_programs() -> list[Plan]:
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
+    generating = make_plan(analyzed_mixtral(), sgd_job(), Mesh(pp=2, ep=3))
+    kinds_listed |= generation_program(generating, Rollout(2, 5, 2)).kinds
     used = {type(strategy) for plan in all_programs() for strategy in plan.strategies}
     known = {each for modes in STRATEGIES.values() for each in modes.values()}
     assert used == known - {Float8Products}  # its library is an extra, and it adds no action
