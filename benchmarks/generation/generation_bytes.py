@@ -34,11 +34,11 @@ from benchmarks.harness.result import Result
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.generation.continuous_batch import ContinuousBatch
-from meshwright.engine.generation.generation_step import Gather
 from meshwright.engine.generation.sampling_params import SamplingParams
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.generation_program import Gather
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy

@@ -23,7 +23,7 @@ from benchmarks.harness.result import Result
 from examples.grpo import GRPOConfig, parallel_model, repeats_the_prompt, train
 from meshwright.api import Trainer
 from meshwright.comm.collectives.group import World
-from meshwright.engine.generation.generation_step import Gather
+from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh

@@ -22,15 +22,14 @@ they are those expected.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Literal
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES, ROOT, ModelSpec, block_of
+from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES, ROOT, ModelSpec, block_of
 from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
@@ -46,7 +45,6 @@ SCORE_NBYTES = 48  # of a row, for the best token of a part of the vocabulary
 TOKEN_NBYTES = 8
 AGREED_NBYTES = 16
 LOGPROBS_NBYTES, STATE_NBYTES = 16, 16  # of a token, and of an answer beside its tokens
-DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,11 @@ def generation_program(plan: Plan, rollout: Rollout) -> Program:
     """
     if problem := _problem(plan):
         raise PlanError(f"the program of generation is not known: {problem}", fix="leave it out")
-    return Program(tuple(_role(plan, role, rollout) for role in plan.program.roles))
+    meeting = meeting_axes(plan, rollout.gather)
+    roles = plan.program.roles
+    return Program(
+        tuple(replace(role, actions=tuple(_RoleProgram(plan, role, rollout, meeting))) for role in roles)
+    )
 
 
 def meeting_axes(plan: Plan, gather: Gather) -> set[str]:
@@ -129,54 +131,51 @@ def num_sample_tokens(model_spec: ModelSpec) -> int:
     return flows[0].num_tokens if flows else 0 if logits is None else logits.num_tokens
 
 
-def _role(plan: Plan, role: Role, rollout: Rollout) -> Role:
-    builder = _RoleProgram(plan, role, rollout)
-    return Role(role.name, role.ranks, tuple(builder.actions()))
-
-
 class _RoleProgram:
-    """The actions of one role, sized for its first rank."""
+    """The actions of one role, sized for its first rank; ranks with other rows meet along `meeting`."""
 
-    def __init__(self, plan: Plan, role: Role, rollout: Rollout) -> None:
+    def __init__(self, plan: Plan, role: Role, rollout: Rollout, meeting: Collection[str]) -> None:
         self._plan, self._rollout = plan, rollout
         self._view: RankView = plan.rank_view(role.ranks[0])
         first = [each for each in role.actions if each.microbatch == 0]
         self._forwards = [each for each in first if each.kind in (*FORWARD_KINDS, "SEND", "RECV")]
         self._values = _boundary_values(plan.model_spec)
         self._gathered_once, self._gathered_by_block = self._gathers(role)
+        self._meeting = [axis for axis in row_axes(plan) if axis in meeting]
+        self._of_whole_sequences = _axes_of_tokens_alone(plan)
+        placements = plan.sharding.residual_layout.placements
+        self._of_token_slices = {axis for axis, each in placements if each.dim == TOKEN_DIM}
         stages = _stage_ranks(plan)
-        # one batch for each stage, where each rank has one; else stages work one after the other
-        self._num_stages = len(stages) if len(set(stages)) == len(stages) > 0 else 1
         self._is_pipeline, self._last_rank = len(set(stages)) > 1, stages[-1] if stages else 0
         self._is_last = not self._is_pipeline or self._view.coordinate["pp"] == self._last_rank
-        self._batch_sizes = rollout.batch_sizes(self._num_stages)
+        self._batch_sizes = rollout.batch_sizes(num_stages_at_once(plan))
 
-    def actions(self) -> Iterator[Action]:
-        rollout, plan, number = self._rollout, self._plan, 0
-        if plan.mesh.world_size > 1:
+    def __iter__(self) -> Iterator[Action]:
+        rollout, number = self._rollout, 0
+        if self._plan.mesh.world_size > 1:
             yield _exchange("CHECK_REQUEST", None, _gather(AXES, DIGEST_NBYTES, "int64"))
         yield from self._gathered_once
-        meeting = [axis for axis in row_axes(plan) if axis in meeting_axes(plan, rollout.gather)]
-        for token in range(rollout.num_new_tokens):
+        forwards = [("PREFILL", rollout.num_prompt_tokens)] + [("DECODE", 1)] * (rollout.num_new_tokens - 1)
+        for kind, num_tokens in forwards:
             for rows in self._batch_sizes:
-                if meeting:
-                    yield _agree(meeting, number)
-                yield from self._forward(number, token, rows)
+                if self._meeting:
+                    yield _agree(self._meeting, number)
+                yield from self._forward(number, kind, rows, num_tokens)
                 number += 1
-        for idle in range(len(self._batch_sizes) if meeting else 0):
+        for idle in range(len(self._batch_sizes) if self._meeting else 0):
             # until the last tokens have come round, a forward of one token that nobody waits for
             if idle:
-                yield from self._forward(number, 0, 0)
+                yield from self._forward(number, "PREFILL", 1, 1)
                 number += 1
-            yield _agree(meeting, number)
+            yield _agree(self._meeting, number)
         yield from self._answers()
 
-    def _forward(self, number: int, token: int, rows: int) -> Iterator[Action]:
-        """Yields the forward behind `token` tokens of `rows` rows, and the choice of the next one."""
-        num_tokens = 1 if token or not rows else self._rollout.num_prompt_tokens
-        kind, before, rows = FORWARDS_OF_GENERATION[token > 0], number - len(self._batch_sizes), max(1, rows)
-        told = (f"SEND_TOKENS({before})" if self._is_pipeline else f"SAMPLE({before})",) if token else ()
-        last_name, blocks = "", set[str]()
+    def _forward(self, number: int, kind: str, rows: int, num_tokens: int) -> Iterator[Action]:
+        """Yields the forward of `num_tokens` tokens of each row, and the choice of the next one."""
+        before, once = number - len(self._batch_sizes), [each.name for each in self._gathered_once]
+        told = [f"SEND_TOKENS({before})" if self._is_pipeline else f"SAMPLE({before})"]
+        waited_for = told if kind == "DECODE" else once
+        last_name, blocks, arriving = "", set[str](), list[str]()
         for action in self._forwards:
             if action.kind in FORWARD_KINDS:
                 block = block_of(action.subject)
@@ -184,17 +183,20 @@ class _RoleProgram:
                 of_block = [_gather_for(each, f"tokens of {block}", number) for each in gathers]
                 yield from of_block
                 blocks.add(block)
-                arriving = [f"RECV({each.subject}, {number})" for each in self._received_before(action)]
-                gathered = [each.name for each in (*([] if token else self._gathered_once), *of_block)]
                 inner = tuple(self._inner_transfers(action, rows, num_tokens))
-                waits = (*told, *arriving, *gathered)
+                waits = (*waited_for, *arriving, *(each.name for each in of_block))
                 forward = Action(kind, action.subject, number, waits=waits, inner_transfers=inner)
                 yield forward
-                last_name = forward.name
+                last_name, arriving = forward.name, []
             elif action.transfer is not None:
-                waits = (last_name,) if action.kind == "SEND" else tuple(_at(w, number) for w in action.waits)
-                sent = self._sent_value(action, action.transfer, rows, num_tokens)
-                yield Action(action.kind, action.subject, number, action.stream, waits=waits, transfer=sent)
+                is_send = action.kind == "SEND"
+                waits = (last_name,) if is_send else tuple(_at(each, number) for each in action.waits)
+                moved = self._sent_value(action, action.transfer, rows, num_tokens)
+                passed = Action(
+                    action.kind, action.subject, number, action.stream, waits=waits, transfer=moved
+                )
+                yield passed
+                arriving += [] if is_send else [passed.name]
         yield from self._choice(number, rows, last_name)
 
     def _gathers(self, role: Role) -> tuple[list[Action], dict[str, list[Action]]]:
@@ -220,16 +222,8 @@ class _RoleProgram:
         numel = rows * value.numel(1)
         if (length, 0) in value.dim_sizes:
             numel = numel // length * num_tokens
-        nbytes = numel * DTYPE_NBYTES[transfer.dtype]
-        plain = replace(transfer, carried_by=(), carried_from=0, replica_axes=())
-        return replace(plain, nbytes=nbytes)
-
-    def _received_before(self, action: Action) -> Iterator[Action]:
-        """Yields what this role receives right before the block call of `action`."""
-        index = self._forwards.index(action)
-        while index and self._forwards[index - 1].kind == "RECV":
-            index -= 1
-            yield self._forwards[index]
+        nbytes = numel * PARAM_DTYPE_NBYTES[transfer.dtype]
+        return replace(transfer, nbytes=nbytes, carried_by=(), carried_from=0, replica_axes=())
 
     def _choice(self, number: int, rows: int, last_name: str) -> Iterator[Action]:
         axes = self._plan.sharding.logits_layout.axes_with("S")
@@ -261,15 +255,14 @@ class _RoleProgram:
         return Fraction(rows * num_tokens) / (own * self._plan.micro_batch)
 
     def _inner_transfers(self, action: Action, rows: int, num_tokens: int) -> Iterator[Transfer]:
-        ratio, whole = self._ratio(action.subject, rows, num_tokens), _axes_of_tokens_alone(self._plan)
-        placements = self._plan.sharding.residual_layout.placements
-        of_tokens = {axis for axis, each in placements if each.dim == TOKEN_DIM}
+        ratio = self._ratio(action.subject, rows, num_tokens)
         for each in action.inner_transfers:
-            if whole.intersection(each.axes):
+            is_of_slices = not self._of_token_slices.isdisjoint(each.axes)
+            if not self._of_whole_sequences.isdisjoint(each.axes):
                 continue
-            if of_tokens.intersection(each.axes) and each.collective == "all_gather":
+            if is_of_slices and each.collective == "all_gather":
                 continue
-            if of_tokens.intersection(each.axes) and each.collective == "reduce_scatter":
+            if is_of_slices and each.collective == "reduce_scatter":
                 yield _scaled(replace(each, collective="all_reduce"), ratio)
             elif each.collective == "all_to_all" and each.dtype == "int64":
                 yield each  # counts of rows: one for each expert, whatever the tokens
@@ -293,6 +286,14 @@ def _stage_ranks(plan: Plan) -> list[int]:
     owners = {call: rank for rank, calls in enumerate(by_rank) for call in calls}
     found = [owners[call] for call in plan.model_spec.block_calls if call in owners]
     return [*found[:1], *(other for one, other in pairwise(found) if one != other)]
+
+
+def num_stages_at_once(plan: Plan) -> int:
+    """Returns for how many stages batches go round: all, where each rank has one; else 1, since stages work
+    one after the other.
+    """
+    stages = _stage_ranks(plan)
+    return len(stages) if len(set(stages)) == len(stages) > 0 else 1
 
 
 def _at(wait: str, number: int) -> str:

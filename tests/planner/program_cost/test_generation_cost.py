@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.generation_program import Rollout
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
@@ -18,7 +19,7 @@ from meshwright.planner.program_cost.generation_cost import (
     sent_weights_nbytes,
 )
 from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
-from tests.parallel.tensor.odd_llama import analyzed_llama
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.program_cost.test_action_cost import KEYS, NUM_SAMPLES, SIZES, plan_of
 from tests.planner.simple_machine import ground
 
@@ -64,6 +65,13 @@ def test_stages_work_at_once_where_each_has_a_batch():
     assert alone.token_s / 2 <= stages.token_s < 0.75 * alone.token_s
     one_batch = predicted(Mesh(pp=2), on, replace(ROLLOUT, num_seqs=1))
     assert one_batch.token_s == pytest.approx(predicted(Mesh(), on, replace(ROLLOUT, num_seqs=1)).token_s)
+
+
+def test_a_batch_of_all_rows_goes_through_stages_that_share_ranks():
+    virtual = planned(analyzed_llama(**SIZES), Mesh(pp=2), (Pipeline("pp", "zb_v"),), samples=NUM_SAMPLES)[1]
+    on, rollout = ground(flops=1e9), replace(ROLLOUT, num_seqs=8)
+    found = predict_generation(virtual, on, rollout, LAYERS)
+    assert found.token_s == pytest.approx(predicted(Mesh(), on, rollout).token_s)
 
 
 def test_launches_are_the_least_that_a_token_takes():

@@ -94,8 +94,8 @@ class PipelinedForward:
         outputs, refusal = None, None
         try:
             # of several ranks that have a block (DualPipe) all run it: they meet others in its collectives
-            runs = is_owner or name in self._own
-            outputs = run(*args, **kwargs) if runs else self._fake_outputs(name, run, args, kwargs)
+            is_own = name in self._own
+            outputs = run(*args, **kwargs) if is_own else self._fake_outputs(name, run, args, kwargs)
         except PlanError as error:
             refusal = error
         self._refuse_together(name, _opaque_kind((args, kwargs)), refusal)

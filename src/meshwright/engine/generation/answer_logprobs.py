@@ -37,7 +37,7 @@ from torch import nn
 
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.generation.generate import gather_diagnostics
-from meshwright.engine.generation.generation_step import Gather, gather_from_ranks
+from meshwright.engine.generation.generation_step import gather_from_ranks
 from meshwright.engine.generation.routed_experts import RouteReplay
 from meshwright.engine.generation.sampling_params import and_more, context_sizes, model_diagnostics
 from meshwright.engine.generation.token_sampler import full_vocabulary
@@ -47,6 +47,7 @@ from meshwright.model.hf.declared_tp_plan import generation_model
 from meshwright.model.loss.token_cross_entropy import get_logits
 from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.model.recording.router_replay import route_diagnostics
+from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.sharding.mesh import AXES, in_mesh_order
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL

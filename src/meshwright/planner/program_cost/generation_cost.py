@@ -22,6 +22,7 @@ from meshwright.plan.generation_program import (
     Rollout,
     generation_program,
     num_sample_tokens,
+    num_stages_at_once,
     row_axes,
 )
 from meshwright.plan.job.errors import PlanError
@@ -29,11 +30,11 @@ from meshwright.plan.model_spec.kv_cache_spec import CachedLayer
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp, MemoryOp
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.program import Action, Program, Role
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts, RankFraction
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.kv_cache_memory import kv_cache_nbytes
-from meshwright.planner.program_cost.prediction import simulate_seconds
+from meshwright.planner.program_cost.prediction import shared_cores_of, step_breakdown, with_collective_waits
 
 CACHE_PASSES = 3  # a token joins a copy of the cache, which attention reads
 LOGITS_PASSES, LOGITS_CALLS, LOGITS_NBYTES = 6, 20, 8
@@ -60,19 +61,15 @@ def predict_generation(
 
     def seconds(num_new_tokens: int) -> tuple[float, float]:
         longer = replace(rollout, num_new_tokens=num_new_tokens)
-        program = rollout_program(plan, longer, cached_layers)
+        program = with_collective_waits(rollout_program(plan, longer, cached_layers), plan.mesh)
         costs = dict[int, ActionCost]()
         for role in program.roles:
             role_costs = GenerationCosts(plan, role.ranks[0], target, longer, cached_layers)
             costs |= {id(action): role_costs.cost(action) for action in role.actions}
-        unshards = [
-            sum(costs[id(each)].seconds for each in role.actions if each.kind == "UNSHARD")
-            for role in program.roles
-        ]
-        return simulate_seconds(program, plan.mesh, costs, target), max(unshards)
+        gather_s = max(sum(costs[id(each)].seconds for each in _gathers_once(role)) for role in program.roles)
+        return step_breakdown(program, costs, shared_cores_of(program, target))[0], gather_s
 
     (first_s, gather_s), (few_s, _), (more_s, _) = map(seconds, (1, FEW, MORE))
-    gather_s = gather_s if rollout.gather == "once" else 0.0
     token_s = (more_s - few_s) / (MORE - FEW)
     num_seqs = rollout.num_seqs * plan.mesh.group_size(row_axes(plan))
     return GenerationPrediction(gather_s, first_s - gather_s, token_s, num_seqs / token_s if token_s else 0.0)
@@ -105,16 +102,20 @@ def sent_per_token(plan: Plan, program: Program) -> dict[str, float]:
 
 
 def sent_weights_nbytes(plan: Plan, program: Program) -> float:
-    """Returns the bytes of weights that the busiest rank sends in `program`, for others to gather them."""
+    """Returns the bytes of weights that the busiest rank sends once in `program`, to be gathered."""
     return max(
         sum(
             min_max_sent_nbytes(each, plan.mesh, role.ranks[0])[1]
-            for action in role.actions
+            for action in _gathers_once(role)
             for each in action.sent_transfers
-            if action.kind == "UNSHARD"
         )
         for role in program.roles
     )
+
+
+def _gathers_once(role: Role) -> list[Action]:
+    """Returns what gathers weights for all forwards."""
+    return [each for each in role.actions if each.kind == "UNSHARD" and each.microbatch is None]
 
 
 class GenerationCosts(ActionCosts):
@@ -130,14 +131,14 @@ class GenerationCosts(ActionCosts):
     ) -> None:
         super().__init__(plan, rank, target)
         self._rollout, self._layers = rollout, cached_layers
-        self._num_stages = plan.mesh.pp if plan.sharding.block_calls_by_pp_rank else 1
+        self._batch_sizes = rollout.batch_sizes(num_stages_at_once(plan))
         self._num_tokens, self._num_keys = rollout.num_prompt_tokens, rollout.num_prompt_tokens
         logits = plan.model_spec.logits
         self._vocab = 0 if logits is None else logits.vocab_size
         self._vocab //= plan.mesh.group_size(plan.sharding.logits_layout.axes_with("S"))
 
     def _compute_seconds(self, action: Action) -> float:
-        sizes = self._rollout.batch_sizes(self._num_stages)
+        sizes = self._batch_sizes
         self._num_samples = sizes[(action.microbatch or 0) % len(sizes)]
         if action.kind == "SAMPLE":
             numel = self._num_samples * self._vocab

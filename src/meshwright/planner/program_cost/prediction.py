@@ -94,16 +94,16 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
         action_costs = ActionCosts(plan, role.ranks[0], target)
         ops_known = ops_known and action_costs.ops_known
         costs |= with_straggler_waits(action_costs, role.actions)
-    shared_cores = _shared_cores(program, target)
-    step_s, roles = step_breakdown(program, costs, shared_cores)
+    cores = shared_cores_of(program, target)
+    step_s, roles = step_breakdown(program, costs, cores)
     round_end_s, period = None, program.longest_period
     if period is not None:
         round_end_s, weight = step_s, 0.0
-        between_s = step_breakdown(program.with_ends(()), costs, shared_cores)[0]
+        between_s = step_breakdown(program.with_ends(()), costs, cores)[0]
         for ends, share in _shares_of_ends(program, period):
             ending = program.with_ends(ends)
             late = {} if len(ends) == len(program.periods) else _late_costs(ending, costs, between_s)
-            of_step_s, of_step = step_breakdown(ending, {**costs, **late}, shared_cores)
+            of_step_s, of_step = step_breakdown(ending, {**costs, **late}, cores)
             weight += share
             step_s += (of_step_s - step_s) * share / weight
             roles = {name: each.mean_with(roles[name], share / weight) for name, each in of_step.items()}
@@ -114,20 +114,8 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     return StepPrediction(target.name, step_s, roles, flops, mfu, notes, round_end_s)
 
 
-def simulate_seconds(
-    program: Program, mesh: Mesh, costs: Mapping[int, ActionCost], target: ExecutionTarget
-) -> float:
-    """Returns the seconds of `program` on `target`, whose actions have `costs`, by identity."""
-    waiting = with_collective_waits(program, mesh)
-    by_id = {
-        id(action): costs[id(before)]
-        for role, role_before in zip(waiting.roles, program.roles, strict=True)
-        for action, before in zip(role.actions, role_before.actions, strict=True)
-    }
-    return step_breakdown(waiting, by_id, _shared_cores(program, target))[0]
-
-
-def _shared_cores(program: Program, target: ExecutionTarget) -> SharedCores | None:
+def shared_cores_of(program: Program, target: ExecutionTarget) -> SharedCores | None:
+    """Returns the cores of `target` that the ranks of `program` share; None if each has its own device."""
     if not target.cores_per_host:
         return None
     num_ranks = {role.name: len(role.ranks) / target.num_hosts for role in program.roles}

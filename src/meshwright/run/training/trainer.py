@@ -17,7 +17,6 @@ from meshwright.device.device_memory import available_nbytes
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.generation.answer_logprobs import AnswerLogprobs, LogprobsRequest, answer_logprobs
 from meshwright.engine.generation.generate import Decoder, GenerationRequest, OnToken, generate
-from meshwright.engine.generation.generation_step import Gather
 from meshwright.engine.generation.sampling_params import (
     GeneratedAnswer,
     SamplingParams,
@@ -31,6 +30,7 @@ from meshwright.engine.step.executor import StepExecutor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.as_batch import check_constants, parse_batch
 from meshwright.model.loss.loss_definition import Batch
+from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.plan import Plan
