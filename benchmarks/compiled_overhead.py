@@ -10,8 +10,8 @@
 CPU seconds of all ranks decide. Compilation lies in the warm-up. A second loop of the peer is the twin that
 shows the noise.
 
-    python -m benchmarks.compiled_overhead             half an hour, and the result
-    python -m benchmarks.compiled_overhead DDP 1F1B    rows with these words; writes nothing
+    python -m benchmarks.compiled_overhead             all rows; half an hour
+    python -m benchmarks.compiled_overhead DDP 1F1B    rows with these words; the others keep what is stored
 """
 
 import sys
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure
 from benchmarks.harness.rank_processes import Ranks
-from benchmarks.harness.result import Result
+from benchmarks.harness.result import Result, stored
 from benchmarks.harness.side_by_side import Build
 from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store, fsdp, ours, plain_loop, sharded
 from benchmarks.pipeline.step_ours_and_torch import engine_step, torch_step
@@ -82,16 +82,16 @@ ROWS = {
 
 
 def main(words: Sequence[str]) -> None:
-    """Measures the rows that have any of `words` in their name; of all rows, writes the result."""
-    found = dict[str, tuple[Rounds, Comparison, Comparison]]()
+    """Measures the rows that have any of `words` in their name, and writes each into the result."""
+    found, previous = dict[str, tuple[Rounds, Comparison, Comparison]](), stored(NAME)
     for name, row in ROWS.items():
         if not words or any(word in name for word in words):
             found[name] = row.measured()
             _, cpu, wall = found[name]
             print(f"{name}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {cpu.bar}, holds {cpu.holds}; ", end="")
             print(f"wall {wall.ratio}", flush=True)
-    if not words:
-        print(Result.of_comparisons(NAME, CLAIM, found).write(NAME))
+            result = Result.of_comparisons(NAME, CLAIM, found).merge_previous(previous)
+            print(result.write(NAME), flush=True)
 
 
 if __name__ == "__main__":

@@ -126,15 +126,16 @@ def as_batch(
     num_tokens: int,
 ) -> Batch:
     """Returns the batch of a step, tensors of (answers, num_tokens): a row has what belongs to the tokens of
-    its answer at the positions that predict them.
+    its answer at the positions that predict them. The last token predicts none, and is left out.
 
-        input_ids  p p p a a a -      labels  - - a a a - -      columns  - - x x x - -
+        input_ids  p p p a a -      labels  - - a a a -      columns  - - x x x -
     """
     size = len(prompts), num_tokens
     batch = {"input_ids": torch.zeros(size, dtype=torch.int64), "labels": torch.full(size, IGNORED)}
     batch |= {name: torch.zeros(size, dtype=torch.float64) for name in columns}
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        batch["input_ids"][row, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+        ids = torch.tensor([*prompt, *completion[:-1]])
+        batch["input_ids"][row, : len(ids)] = ids
         answer = slice(len(prompt) - 1, len(prompt) - 1 + len(completion))
         batch["labels"][row, answer] = torch.tensor(completion)
         for name, values in columns.items():
@@ -170,7 +171,7 @@ def rollout(
     }
     if config.beta:
         columns["ref_logprobs"] = reference_logprobs(trainer, reference, asked, completions)
-    num_tokens = max(map(len, prompts)) + config.max_completion_length
+    num_tokens = max(map(len, prompts)) + config.max_completion_length - 1
     return Rollout(asked, completions, rewards, as_batch(asked, completions, columns, num_tokens))
 
 
@@ -257,7 +258,7 @@ def parallel_model(
         [[1] * max_prompt_length] * 2,
         [[1] * config.max_completion_length] * 2,
         {name: [[0.0]] * 2 for name in config.columns},
-        max_prompt_length + config.max_completion_length,
+        max_prompt_length + config.max_completion_length - 1,
     )
     analyzed = mw.analyze(model, example, loss=make_loss(config))
     return mw.parallelize(analyzed, mw.make_plan(analyzed, job, mesh), world=world)

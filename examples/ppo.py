@@ -193,7 +193,7 @@ def rollout(
     rewards = [[-each for each in of_answer] for of_answer in penalties]
     for of_answer, score in zip(rewards, scores.tolist(), strict=True):
         of_answer[-1] += score
-    num_tokens = max(map(len, prompts)) + config.max_completion_length
+    num_tokens = max(map(len, prompts)) + config.max_completion_length - 1
     values = answer_values(trainer, prompts, completions, config, num_tokens)
     pairs = list(zip(rewards, values, strict=True))
     advantages = [gae(*each, config) for each in pairs]

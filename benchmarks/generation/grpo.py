@@ -1,8 +1,11 @@
-"""The GRPO of examples/grpo.py: no number of ranks changes its rewards.
+"""The GRPO of examples/grpo.py: no number of ranks changes its rewards, and a rollout needs the memory of its
+cache above that of a step.
 
-Mean rewards of 12 rollouts in float64, on 1, 2 and 4 ranks, are compared with those of one, to 1e-10. Ranks
-are threads, the model a Llama; nothing is timed (grpo_speed.py). What a rollout keeps in memory:
-generation_bytes.py.
+    rewards    means of 12 rollouts in float64, on 1, 2 and 4 ranks, compared with those of one, to 1e-10
+    memory     peak of a rollout - peak of a step, in live bytes of storages: at most keys and values
+               (kv_cache_nbytes), and sharded weights where they are gathered once, not block by block
+
+Ranks are threads, the model a Llama; nothing is timed (grpo_speed.py).
 
     python -m benchmarks.generation.grpo                 all cases, and the result
     python -m benchmarks.generation.grpo --only "tp 2"   cases with this in their name; no result
@@ -11,6 +14,7 @@ generation_bytes.py.
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,18 +23,23 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.harness.peak_bytes import PeakLive
 from benchmarks.harness.result import Result
-from examples.grpo import GRPOConfig, parallel_model, repeats_the_prompt, train
+from examples.grpo import GRPOConfig, parallel_model, repeats_the_prompt, rollout, train
 from meshwright.api import Trainer
 from meshwright.comm.collectives.group import World
 from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import run_on_threads
+from meshwright.planner.program_cost.kv_cache_memory import gathered_weights_nbytes, kv_cache_nbytes
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 NAME = "grpo"
-CLAIM = "GRPO on the shards that train has the same rewards on 1, 2 and 4 ranks, to 1e-10 in float64"
+CLAIM = (
+    "GRPO on the shards that train has the same rewards on 1, 2 and 4 ranks, to 1e-10 in float64, and a "
+    "rollout needs at most its keys and values above the peak of a step (shards block by block)"
+)
 TOLERANCE = 1e-10
 CONFIG = GRPOConfig(num_generations=4, max_completion_length=6, stop_token_ids=(), seed=5)
 ROLLOUTS, PROMPT_LENGTH = 12, 3
@@ -82,13 +91,18 @@ def on_ranks(case: Case, use: Callable[[Trainer], Any]) -> list[Any]:
         with parallel_model(llama, CONFIG, JOB, case.mesh, PROMPT_LENGTH, world) as trainer:
             return use(trainer)
 
+    with with_gather(case):
+        return run_on_threads(rank, case.mesh, timeout_s=600)
+
+
+def with_gather(case: Case) -> AbstractContextManager[Any]:
+    """Returns a context in which `generate` gathers weights as the case says."""
     own = Trainer.generate
 
     def generate(trainer: Trainer, *args: Any, **how: Any) -> Any:
         return own(trainer, *args, **how, gather=case.gather)
 
-    with patch.object(Trainer, "generate", generate):
-        return run_on_threads(rank, case.mesh, timeout_s=600)
+    return patch.object(Trainer, "generate", generate)
 
 
 def curves_of(case: Case) -> list[list[float]]:
@@ -103,10 +117,42 @@ def compare_curves(case: Case, expected: Sequence[float]) -> dict[str, Any]:
     return {"case": case.name, "off": off, "rewards": found[0]}
 
 
+def measure_rank(world: World, case: Case) -> dict[str, int]:
+    """Returns the bytes of this rank that live between steps, the peaks of a rollout and of a step, and what
+    the rollout may need above the step: its keys and values, and weights that are gathered once.
+    """
+    with (
+        with_gather(case),
+        parallel_model(llama, CONFIG, JOB, case.mesh, PROMPT_LENGTH, world) as trainer,
+        PeakLive(trainer.module.parameters()) as live,
+    ):
+        train(trainer, PROMPTS, repeats_the_prompt, CONFIG, 1)  # optimizer states exist from here
+        live.reset_peak()
+        between = live.now
+        found = rollout(trainer, PROMPTS[:4], repeats_the_prompt, CONFIG)
+        of_rollout = live.peak
+        live.reset_peak()
+        trainer.step(trainer.local_batch(found.batch))
+        plan, layers = trainer.plan, trainer.analyzed.cached_layers or ()
+    at_once = max(plan.micro_batch, CONFIG.num_generations)
+    num_tokens = PROMPT_LENGTH + CONFIG.max_completion_length - 1
+    allowed = kv_cache_nbytes(layers, plan, world.rank, at_once, num_tokens)
+    allowed += gathered_weights_nbytes(plan, world.rank) if case.gather == "once" else 0
+    peaks = {"between steps": between, "rollout": of_rollout, "step": live.peak}
+    return {**peaks, "cache and gathered weights": allowed}
+
+
+def compare_memory(case: Case, pool: ProcessPool) -> dict[str, Any]:
+    """Returns the row of a case: by how many bytes the rollout of a rank exceeds what it may need."""
+    ranks = pool.run(measure_rank, case.mesh, case, timeout_s=600)
+    off = max(0, *(rank["rollout"] - rank["step"] - rank["cache and gathered weights"] for rank in ranks))
+    return {"case": f"memory: {case.name}", "off": float(off), "ranks": ranks}
+
+
 def result(rows: Sequence[Mapping[str, Any]]) -> Result:
-    """Returns the result: how many cases have the rewards of one device."""
+    """Returns the result: how many cases have the rewards of one device, and how many rollouts the memory."""
     values, detail = [row["off"] for row in rows], {"cases": list(rows)}
-    return Result.of_count(NAME, CLAIM, values, limit=TOLERANCE, bar=len(CASES), detail=detail)
+    return Result.of_count(NAME, CLAIM, values, limit=TOLERANCE, bar=2 * len(CASES), detail=detail)
 
 
 def main() -> None:
@@ -118,8 +164,9 @@ def main() -> None:
     rows, cases = [], [case for case in CASES if chosen.only in case.name]
     expected = curves_of(CASES[0])[0]
     for case in cases:
-        rows.append(compare_curves(case, expected))
-        print(rows[-1], file=sys.stderr, flush=True)
+        with ProcessPool(case.mesh.world_size, shared_memory=False) as pool:
+            rows += [compare_curves(case, expected), compare_memory(case, pool)]
+        print(*rows[-2:], sep="\n", file=sys.stderr, flush=True)
     if not chosen.only:
         print(result(rows).write(NAME))
 

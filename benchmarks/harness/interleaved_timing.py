@@ -15,8 +15,10 @@ cores, and `threshold`, fixed beforehand, is the only reason to discard a round.
 hundredths of a second, so short rounds are judged together, as *windows* of at least `window_s`.
 
     ratio  = median over clean rounds, with a 95 % bootstrap interval [low, high]
-    holds  = high <= bar + half width of the A/A interval;   "unresolved" when that half width is above 3 %,
-             when base and twin differ by more than 3 %, or with fewer than 15 clean rounds
+    noise  = half width of the A/A interval + |its median - 1|
+    holds  = high <= bar + half width of the A/A interval, where half width and |median - 1| are at most 3 %;
+             with more noise True if high (1 + noise) <= bar, False if low > bar (1 + noise), and
+             "unresolved" between; so it is with fewer than 15 clean rounds
 """
 
 import time
@@ -215,16 +217,10 @@ class Comparison:
 
     @property
     def holds(self) -> Verdict:
-        """True or False by the upper bound; "unresolved" after too few rounds, or when the noise is too
-        large.
-        """
-        if (
-            len(self.values) < LEAST_ROUNDS
-            or self.aa.half_width > WIDEST_AA
-            or abs(self.aa.median - 1) > WIDEST_AA
-        ):
+        """The verdict by the interval and its noise; "unresolved" after too few rounds."""
+        if len(self.values) < LEAST_ROUNDS:
             return "unresolved"
-        return self.ratio.high <= self.bar + self.aa.half_width
+        return verdict(self.ratio, self.aa, self.bar)
 
     def as_dict(self) -> dict[str, object]:
         """Returns the comparison as a row of a result's detail."""
@@ -247,6 +243,19 @@ def compare(
     return Comparison(
         name, base, bar, tuple(values), interval(values), interval(rounds.ratios(twin, base, figure)), seconds
     )
+
+
+def verdict(ratio: Interval, aa: Interval, bar: float) -> Verdict:
+    """Returns whether `ratio` is at most `bar`, with `aa` of an identical pair; "unresolved" where the noise
+    decides.
+    """
+    shift = abs(aa.median - 1)
+    factor = 1 + aa.half_width + shift
+    if max(aa.half_width, shift) <= WIDEST_AA:
+        return ratio.high <= bar + aa.half_width
+    if ratio.high * factor <= bar:
+        return True
+    return False if ratio.low > bar * factor else "unresolved"
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:

@@ -150,6 +150,8 @@ class Result:
         Each row has the date and commit of its measurement; the figure shown is that of the worst of all
         rows.
         """
+        if not previous:
+            return self
         then, now = (
             {"date": previous["date"], "commit": previous["commit"]},
             {"date": self.date, "commit": self.commit},
@@ -183,8 +185,9 @@ class Result:
 
 
 def stored(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """Returns the stored result of the benchmark `name` in `folder`, as it was written."""
-    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    """Returns the stored result of the benchmark `name` in `folder`, as it was written; {} if there is none."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def unresolved(result: Mapping[str, Any]) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ from benchmarks.harness.interleaved_timing import (
     interval,
     measure,
     pooled,
+    verdict,
 )
-from benchmarks.harness.interleaved_timing import WIDEST_AA as WIDEST
 from benchmarks.harness.result import Result
 from benchmarks.memory.bounded_host import TOKENS, batch_of, llama
 from meshwright.api import analyze, make_plan, parallelize
@@ -210,7 +210,6 @@ def main() -> None:
     print(ratio, detail, file=sys.stderr)
     if quick:
         return
-    is_clear = noise.half_width <= WIDEST and abs(noise.median - 1) <= WIDEST and len(ratios) >= LEAST_ROUNDS
     result = Result.of(
         NAME,
         CLAIM,
@@ -218,7 +217,7 @@ def main() -> None:
         median=ratio.median,
         spread=(ratio.low, ratio.high),
         bar=BAR,
-        holds=ratio.high <= BAR + noise.half_width if is_clear else "unresolved",
+        holds=verdict(ratio, noise, BAR) if len(ratios) >= LEAST_ROUNDS else "unresolved",
         repeats=len(ratios),
         discarded=rounds.discarded,
         detail=detail,

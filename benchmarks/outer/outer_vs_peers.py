@@ -29,14 +29,12 @@ from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
 from benchmarks.harness.interleaved_timing import (
-    WIDEST_AA,
-    Interval,
     Rounds,
-    Verdict,
     Window,
     interval,
     measure,
     overall,
+    verdict,
 )
 from benchmarks.harness.peer_environment import ensure_packages
 from benchmarks.harness.rank_processes import RankFailed, Ranks
@@ -164,7 +162,10 @@ def result(rounds: Rounds, every: int, missing: Mapping[str, str]) -> Result:
         spread=(ratios[nearest].low, ratios[nearest].high),
         bar=BAR,
         holds=overall(
-            [*(_is_at_most(each, aa) for each in ratios.values()), *("unresolved" for _ in missing)]
+            [
+                *(verdict(each, aa, BAR) for each in ratios.values()),
+                *("unresolved" for _ in missing),
+            ]
         ),
         repeats=len(rounds.clean),
         discarded=rounds.discarded,
@@ -182,13 +183,6 @@ def result(rounds: Rounds, every: int, missing: Mapping[str, str]) -> Result:
             "versions": {name: _version(name) for name in ("accelerate", "torchft")},
         },
     )
-
-
-def _is_at_most(ratio: Interval, aa: Interval) -> Verdict:
-    """Returns whether `ratio` is at most the bar, as far as the noise of `aa` tells."""
-    if aa.half_width > WIDEST_AA or abs(aa.median - 1) > WIDEST_AA:
-        return "unresolved"
-    return ratio.high <= BAR + aa.half_width
 
 
 def _turns(rounds: Rounds, side: str) -> list[Turn]:

@@ -44,22 +44,29 @@ def expected() -> tuple[list[tuple[float, bool]], list[float], list[str]]:
     return responses(reference())
 
 
-def answers_of(mesh: mw.Mesh, ask: Any) -> list[Any]:
+def answers_of(mesh: mw.Mesh, ask: Any, **how: Any) -> list[Any]:
     """What `ask` returns of the model on each rank, as threads."""
     plan = mw.make_plan(analyzed(), tiny_job(), mesh)
 
     def body(world: World) -> Any:
         with mw.parallelize(analyzed(), plan, world=world) as trainer:
-            return ask(MeshwrightLM(trainer, tokenizer(), batch_size=2))
+            return ask(MeshwrightLM(trainer, tokenizer(), batch_size=2, **how))
 
     return run_on_threads(body, mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_responses_are_those_of_the_class_of_the_harness(mesh: str):
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [
+        *((mesh, {}) for mesh in MESHES),
+        ("shards", {"gather": "block"}),
+        ("sequence", {"decode_context_parallel": True}),
+    ],
+)
+def test_responses_are_those_of_the_class_of_the_harness(mesh: str, how: dict[str, Any]):
     likelihoods, rolling, texts = expected()
     assert max(map(len, texts)) > 1
-    for found_likelihoods, found_rolling, found_texts in answers_of(MESHES[mesh], responses):
+    for found_likelihoods, found_rolling, found_texts in answers_of(MESHES[mesh], responses, **how):
         assert [each[1] for each in found_likelihoods] == [each[1] for each in likelihoods]
         assert [each[0] for each in found_likelihoods] == pytest.approx(
             [each[0] for each in likelihoods], rel=0, abs=1e-10

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshwright.engine.generation.sampling_params import READ_WHEN_DRAWN, SamplingParams, end_tokens
 from meshwright.model.hf.declared_tp_plan import config_of
+from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.training.trainer import Trainer
 
@@ -57,6 +58,8 @@ class MeshwrightLM(TemplateLM):
         max_length: the most tokens of a sequence, of which longer ones keep the end; None: what the config of
             the model says, or else the tokenizer.
         max_gen_toks: the most tokens of an answer, for tasks that state no number.
+        gather: how sharded weights are gathered, as for `Trainer.generate`.
+        decode_context_parallel: whether ranks along cp divide the keys and values of an answer.
     """
 
     def __init__(
@@ -67,12 +70,16 @@ class MeshwrightLM(TemplateLM):
         batch_size: int = 8,
         max_length: int | None = None,
         max_gen_toks: int = 256,
+        gather: Gather = "once",
+        decode_context_parallel: bool = False,
     ) -> None:
         super().__init__()
         self._trainer, self.batch_size = trainer, batch_size
         self.tokenizer: Any = tokenizer
         self.max_length = max_length or resolve_max_length(config_of(trainer.module), tokenizer)
         self.max_gen_toks = max_gen_toks
+        self._gather: Gather = gather
+        self._divides = decode_context_parallel
         if tokenizer.eos_token_id is None:
             text = f"the tokenizer {tokenizer.name_or_path!r} names no end token (eos_token)"
             raise PlanError(text, fix='set one: tokenizer.eos_token = "</s>"', location=LOCATION)
@@ -142,7 +149,7 @@ class MeshwrightLM(TemplateLM):
             kept = [*context, *continuation][-(self.max_length + 1) :]
             prompts.append(kept[: -len(continuation)])
             answers.append(continuation)
-        scored = self._trainer.logprobs(prompts, answers, batch_size=self.batch_size)
+        scored = self._trainer.logprobs(prompts, answers, batch_size=self.batch_size, gather=self._gather)
         found = [(sum(each.logprobs), each.is_greedy) for each in scored]
         for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts is not None:
@@ -170,7 +177,12 @@ class MeshwrightLM(TemplateLM):
         params = self._sampling_params(given, most, tuple(each for each in stops if each))
         prompts = [self.tok_encode(each)[-(self.max_length - most) :] for each in contexts]
         found = self._trainer.generate(
-            prompts, params, max_num_seqs=self.batch_size, tokenizer=self.tokenizer
+            prompts,
+            params,
+            max_num_seqs=self.batch_size,
+            gather=self._gather,
+            tokenizer=self.tokenizer,
+            decode_context_parallel=self._divides,
         )
         texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in found]
         return [postprocess_generated_text(each, stops, think_end_token=None) for each in texts]

@@ -15,6 +15,7 @@ from benchmarks.harness.interleaved_timing import (
     interval,
     measure,
     overall,
+    verdict,
 )
 
 
@@ -147,13 +148,23 @@ def test_a_claim_holds_up_to_the_bar_plus_the_half_width_of_the_identical_pair()
     assert comparison(Interval(1.0, 0.99, 1.031), aa).holds is False
 
 
-def test_a_wide_or_shifted_identical_pair_leaves_the_claim_unresolved():
-    cheap = Interval(0.5, 0.5, 0.5)
-    assert (
-        comparison(cheap, Interval(1.0, 1 - WIDEST_AA - 0.001, 1 + WIDEST_AA + 0.001)).holds == "unresolved"
-    )
-    assert comparison(cheap, Interval(1.04, 1.03, 1.05)).holds == "unresolved"
-    assert comparison(cheap, Interval(1.0, 0.98, 1.02)).holds is True
+@pytest.mark.parametrize(
+    ("ratio", "aa", "holds"),
+    [
+        (0.05, Interval(1.0, 0.8, 1.2), True),
+        (0.095, Interval(1.0, 0.8, 1.2), "unresolved"),
+        (0.105, Interval(1.0, 0.8, 1.2), "unresolved"),
+        (0.2, Interval(1.0, 0.8, 1.2), False),
+        (0.099, Interval(1.0, 1 - WIDEST_AA - 0.001, 1 + WIDEST_AA + 0.001), "unresolved"),
+        (0.099, Interval(1.04, 1.03, 1.05), "unresolved"),
+        (0.099, Interval(1.0, 0.98, 1.02), True),
+        (0.095, Interval(1.04, 1.04, 1.04), True),
+    ],
+)
+def test_a_wide_or_shifted_identical_pair_decides_only_what_is_further_from_the_bar(
+    ratio: float, aa: Interval, holds: object
+):
+    assert verdict(Interval(ratio, ratio * 0.99, ratio), aa, 0.1) == holds
 
 
 def test_fewer_than_fifteen_clean_rounds_are_unresolved():
