@@ -36,7 +36,7 @@ CLAIM = (
     "1.02 x torch pipelining, all with compiled layers"
 )
 PRELOAD = (*HEAVY, "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
-LARGE, SMALL = Window(20, 40, 150, warmup=4), Window(60, 200, 90, warmup=6)
+LARGE, SMALL = Window(20, 40, 400, warmup=4), Window(60, 200, 200, warmup=6)
 TOY = Window(2500, 8000, 120, warmup=20)
 COMPILED = {"workload": "large", "compiled": True}
 STAGED = {"schedule": "1f1b", "num_microbatches": 8, **COMPILED}

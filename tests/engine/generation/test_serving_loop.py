@@ -49,9 +49,11 @@ class Script:
 
     def arrivals(self, wait_s: float) -> Arrivals:
         self.num_calls += 1
+        still_to_come = {each.number for each in self.left}
         new = [each for each in self.left if each.number < self.num_calls]
         self.left = [each for each in self.left if each not in new]
-        gone = [n for n, size in self.cancelled.items() if len(self.answers[n, 0]) >= size]
+        arrived = {n: size for n, size in self.cancelled.items() if n not in still_to_come}
+        gone = [n for n, size in arrived.items() if len(self.answers[n, 0]) >= size]
         self.ended |= {key for key in self.answers if key[0] in gone}
         self.cancelled = {n: size for n, size in self.cancelled.items() if n not in gone}
         return Arrivals(new, gone, is_over=not self.left and self.ended == self.answers.keys())
@@ -87,11 +89,12 @@ def requests(params: SamplingParams) -> list[ArrivingRequest]:
     return [ArrivingRequest(number, prompt, params, number) for number, prompt in enumerate(PROMPTS)]
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
 @pytest.mark.parametrize("layout", ["one device", "tensor", "pipeline", "shards", "stages and shards"])
-def test_requests_that_join_are_answered_as_all_together(layout: str):
+def test_requests_that_join_are_answered_as_all_together(layout: str, max_num_seqs: int):
     layouts = LAYOUTS | COMBINED
     expected = answers_of("llama", LAYOUTS["one device"], DRAWN)[0]
-    answers = served("llama", layouts[layout], lambda: Script(requests(DRAWN)))
+    answers = served("llama", layouts[layout], lambda: Script(requests(DRAWN)), max_num_seqs=max_num_seqs)
     for number, answer in enumerate(expected):
         tokens = answers[number, 0]
         assert tuple(each.token for each in tokens) == answer.tokens
@@ -107,7 +110,7 @@ def test_ranks_that_meet_in_a_forward_wait_for_each_other(layout: str):
     assert found == truth("llama")[0][:2]
 
 
-@pytest.mark.parametrize("layout", ["one device", "copies"])
+@pytest.mark.parametrize("layout", ["one device", "copies", "pipeline"])
 def test_answers_end_with_an_end_token_or_where_the_source_says(layout: str):
     greedy = truth("llama")[0]
     params, script = replace(GREEDY, stop_token_ids=(greedy[0][3],)), {2: greedy[2][1]}
@@ -122,12 +125,15 @@ def test_answers_end_with_an_end_token_or_where_the_source_says(layout: str):
         assert answers[number, 0][-1].state == state
 
 
-@pytest.mark.parametrize("layout", ["one device", "tensor", "copies"])
-def test_a_cancelled_request_makes_room_and_harms_nobody(layout: str):
-    """One runs at once; the last one is cancelled while it waits."""
+@pytest.mark.parametrize(
+    ("layout", "max_num_seqs"),
+    [("one device", 1), ("tensor", 1), ("copies", 1), ("pipeline", 1), ("pipeline", 3)],
+)
+def test_a_cancelled_request_makes_room_and_harms_nobody(layout: str, max_num_seqs: int):
+    """The first one is cancelled while it runs, the last one while it waits, or runs where there is room."""
     last = len(PROMPTS) - 1
-    script = {0: 2, last: 0}
-    answers = served("llama", LAYOUTS[layout], lambda: Script(requests(DRAWN), script), max_num_seqs=1)
+    script, how = {0: 2, last: 0}, {"max_num_seqs": max_num_seqs}
+    answers = served("llama", LAYOUTS[layout], lambda: Script(requests(DRAWN), script), **how)
     expected = [each.tokens for each in answers_of("llama", LAYOUTS["one device"], DRAWN)[0]]
     found = [tuple(each.token for each in answers[number, 0]) for number in range(len(PROMPTS))]
     assert found[1:last] == expected[1:last]
@@ -135,7 +141,8 @@ def test_a_cancelled_request_makes_room_and_harms_nobody(layout: str):
     assert len(answers[last, 0]) < NEW
 
 
-def test_an_answer_depends_on_its_request_alone():
+@pytest.mark.parametrize("layout", ["copies", "pipeline"])
+def test_an_answer_depends_on_its_request_alone(layout: str):
     """The same request, sent twice: what runs beside it, and when it came, change nothing."""
     params = replace(DRAWN, n=2)
     (expected,) = answers_of("llama", LAYOUTS["one device"], params, prompts=PROMPTS[:1])
@@ -144,7 +151,7 @@ def test_an_answer_depends_on_its_request_alone():
         ArrivingRequest(1, PROMPTS[4], DRAWN, 7),
         ArrivingRequest(2, PROMPTS[0], params),
     ]
-    answers = served("llama", LAYOUTS["copies"], lambda: Script(sent), max_num_seqs=3)
+    answers = served("llama", LAYOUTS[layout], lambda: Script(sent), max_num_seqs=3)
     for number in (0, 2):
         found = [tuple(each.token for each in answers[number, sample]) for sample in range(2)]
         assert found == [each.tokens for each in expected]

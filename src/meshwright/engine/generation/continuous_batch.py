@@ -73,6 +73,12 @@ class GeneratedSequence:
         """
         return self.prompt_number + (self.sample << 32)
 
+    def end(self, state: int, num_tokens: int) -> None:
+        """Ends the answer behind its first `num_tokens` tokens."""
+        self.state = state
+        for each in (self.tokens, self.logprobs, self.sampling_logprobs):
+            del each[num_tokens:]
+
     def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
         """Adds a token; an end token ends the answer."""
         self.tokens.append(token)
@@ -116,10 +122,6 @@ class ContinuousBatch:
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self._waiting) or self._running is not None
-
-    def add(self, group: Sequence[GeneratedSequence]) -> None:
-        """Adds sequences with the same prompt, at most `max_num_seqs`, behind those that wait."""
-        self._waiting.append(list(group))
 
     def drop_ended(self) -> None:
         """Drops sequences that somebody else has ended between two forwards, waiting or running."""

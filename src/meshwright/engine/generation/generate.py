@@ -62,6 +62,7 @@ from meshwright.engine.generation.continuous_batch import (
 from meshwright.engine.generation.decode_context_parallel import OPTION, division_diagnostics
 from meshwright.engine.generation.generation_step import (
     GENERATE_ACTION,
+    DelayedSums,
     ForwardUnderWay,
     Gather,
     GenerationStep,
@@ -119,10 +120,10 @@ class GenerationRequest:
     decode_context_parallel: bool = False
 
     def check(self, state: RankState) -> bool:
-        """Raises PlanError with all that is wrong with the request, on all ranks alike. Returns whether what
-        the caller passed is called for each token, on any rank.
+        """Raises PlanError with all that is wrong with the request, on all ranks alike. Returns whether any
+        rank has passed `on_token`.
         """
-        is_called, num_fitting_seqs = _check_same_on_all_ranks(state, self)
+        has_callbacks, num_fitting_seqs = _check_same_on_all_ranks(state, self)
         module = state.trained_module.module
         diagnostics = list(
             request_diagnostics(module, self.prompts, self.params, decodes=self.decode is not None)
@@ -149,7 +150,7 @@ class GenerationRequest:
         if self.return_routed_experts:
             diagnostics += route_diagnostics(state.plan.sharding.model_spec.experts_calls, LOCATION)
         raise_diagnostics(diagnostics)
-        return is_called
+        return has_callbacks
 
     def _smaller_cache(self, state: RankState) -> str:
         """Returns how the cache of a sequence needs less memory on a rank."""
@@ -166,19 +167,25 @@ def generate(executor: StepExecutor, request: GenerationRequest) -> list[Generat
     work, for ranks that pass different ones, for logits that are not finite, and where a callback or a
     tokenizer of another rank has raised.
     """
-    is_called = request.check(executor.state)
-    return _Generation(executor, request, is_called=is_called).answers()
+    has_callbacks = request.check(executor.state)
+    return _Generation(executor, request, has_callbacks=has_callbacks).answers()
 
 
 class _Generation:
     """One call of `generate` on one rank."""
 
-    def __init__(self, executor: StepExecutor, request: GenerationRequest, *, is_called: bool) -> None:
-        self._state, self._request, self._is_called = executor.state, request, is_called
+    def __init__(self, executor: StepExecutor, request: GenerationRequest, *, has_callbacks: bool) -> None:
+        self._state, self._request = executor.state, request
+        self._is_called = has_callbacks or any(each.stop_strings for each in request.params)
         divides = request.decode_context_parallel
         self._step = GenerationStep(executor, request.gather, decode_context_parallel=divides)
-        agreeing = AXES if is_called else self._step.meeting_axes
-        self._agreeing_group = executor.state.world.group(agreeing) if agreeing else None
+        agreeing = AXES if self._is_called else self._step.meeting_axes
+        # on_token is called with no token behind the end of an answer; a stop string may be found later
+        delay = self._step.num_batches - 1 if self._is_called and not has_callbacks else 0
+        world = executor.state.world
+        self._agreements = DelayedSums(world.group(agreeing), world.device, delay) if agreeing else None
+        self._ends = DelayedSums(self._step.same_rows_group, world.device, delay)
+        self._asked = deque[list[tuple[GeneratedSequence, int]]]()  # whether they end behind so many tokens
         self._recorder = RouteRecorder(executor.state) if request.return_routed_experts else None
         self._error: Exception | None = None  # of what the caller passed, on this rank
         self._num_failed_ranks = 0
@@ -203,6 +210,10 @@ class _Generation:
                     self._append(*oldest)
             for each in filter(None, under_way):  # when a rank has failed
                 each[1].finish()
+            if self._agreements is not None:
+                self._agreements.finish()
+            for ends in self._ends.finish():
+                self._end_answers(ends)
         if self._num_failed_ranks:
             self._raise_error()
         return self._gathered([[each for group in groups for each in group] for groups in groups_by_rank])
@@ -233,32 +244,41 @@ class _Generation:
 
     def _goes_on(self, *, has_work: bool) -> bool:
         """Returns whether there is work, here and where ranks agree, and no rank has failed."""
-        if self._agreeing_group is None:
+        if self._agreements is None:
             return has_work
-        numbers = [int(has_work), int(self._error is not None)]
-        summed = torch.tensor(numbers, device=self._state.world.device)
-        self._agreeing_group.all_reduce(summed, action=GENERATE_ACTION).wait()
-        num_working, self._num_failed_ranks = summed.tolist()
+        summed = self._agreements.exchange([int(has_work), int(self._error is not None)])
+        if summed is None:
+            return True
+        num_working, self._num_failed_ranks = summed
         return num_working > 0 and not self._num_failed_ranks
 
     def _call(self, sequences: list[GeneratedSequence]) -> None:
         """Passes the newest tokens to what the caller has passed; an answer ends if it does on any of the
         ranks that continue it.
         """
-        on_token, ends = self._request.on_token, torch.zeros(2, len(sequences), dtype=torch.int64)
+        on_token, ends = self._request.on_token, [[0] * len(sequences) for _ in (STOPPED, ABORTED)]
         try:
-            for place, sequence in enumerate(sequences):
-                ends[0, place] = self._completes_stop_string(sequence)
-                if on_token is not None:
-                    ends[1, place] = on_token(sequence.index, sequence.tokens[-1]) is False
+            for place, sequence in enumerate(sequences if self._error is None else ()):
+                is_stopped = self._completes_stop_string(sequence)
+                is_aborted = on_token is not None and on_token(sequence.index, sequence.tokens[-1]) is False
+                if sequence.state == RUNNING:
+                    ends[0][place], ends[1][place] = is_stopped, is_aborted
         except Exception as error:  # raised when all ranks have stopped
             self._error = error
-        ends = ends.to(self._state.world.device)
-        if self._step.same_rows_group.size > 1:
-            self._step.same_rows_group.all_reduce(ends, action=GENERATE_ACTION).wait()
-        for sequence, is_stopped, is_aborted in zip(sequences, *ends.tolist(), strict=True):
-            if sequence.state == RUNNING and (is_stopped or is_aborted):
-                sequence.state = STOPPED if is_stopped else ABORTED
+        self._asked.append([(each, len(each.tokens)) for each in sequences])
+        known = self._ends.exchange([*ends[0], *ends[1]])
+        if known is not None:
+            self._end_answers(known)
+
+    def _end_answers(self, ends: list[int]) -> None:
+        """Ends those answers of the earliest open `_call` of which `ends` say so: behind the tokens that they
+        had then.
+        """
+        asked = self._asked.popleft()
+        for place, (sequence, num_tokens) in enumerate(asked):
+            is_stopped, is_aborted = ends[place], ends[len(asked) + place]
+            if (is_stopped or is_aborted) and len(sequence.tokens) >= num_tokens:
+                sequence.end(STOPPED if is_stopped else ABORTED, num_tokens)
 
     def _completes_stop_string(self, sequence: GeneratedSequence) -> bool:
         strings, decode = sequence.params.stop_strings, self._request.decode
@@ -335,9 +355,7 @@ def gather_diagnostics(gather: str, location: str) -> Iterator[Diagnostic]:
 
 
 def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tuple[bool, float]:
-    """Returns whether what the caller has passed is called for each token, on any rank, and how many
-    sequences fit on all of them.
-    """
+    """Returns whether any rank has passed on_token, and how many sequences fit on all of them."""
     params = list(request.params)
     said = repr(
         (
@@ -346,9 +364,8 @@ def _check_same_on_all_ranks(state: RankState, request: GenerationRequest) -> tu
         )
     )  # fmt: skip
     digest = int.from_bytes(sha256(said.encode()).digest()[:8], "little", signed=True)
-    is_called = request.on_token is not None or any(each.stop_strings for each in params)
     fitting = -1 if request.num_fitting_seqs is None else request.num_fitting_seqs
-    own = torch.tensor([digest, is_called, fitting], device=state.world.device)
+    own = torch.tensor([digest, request.on_token is not None, fitting], device=state.world.device)
     digests, called, numbers = zip(*gather_from_ranks(state.world.group(AXES), own).tolist(), strict=True)
     if len(set(digests)) > 1:
         text = "the ranks passed different prompts or parameters, and generate divides the prompts itself"

@@ -10,10 +10,14 @@ last stage computes the tokens of one batch, the others compute the next.
     stage 0    a0 b0    a1 b1    a2 b2          a, b: batches; a1: the forward behind the first token of a
     stage 1       a0 b0    a1 b1    a2 b2
 
+What ranks agree on meanwhile (whether any has work, where a stop string ends an answer) is known a round
+later: stage 0 would wait for stage 1 otherwise. Tokens behind such an end are dropped.
+
 Which ranks have the same rows, and which meet in a forward though their rows differ (experts along ep; shards
 that are gathered block by block), follows from the plan.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
@@ -59,15 +63,24 @@ class GenerationStep:
 
     `group` are the ranks with other rows, `same_rows_group` those with the same; along `meeting_axes` ranks
     with other rows meet in a forward. With `decode_context_parallel` ranks with other tokens of a sample in a
-    step have the same rows, and divide their keys and values.
+    step have the same rows, and divide their keys and values. With `sends_logprobs` log-probabilities arrive
+    with each token on the ranks of a pipeline.
     """
 
     group: Group
     same_rows_group: Group
 
-    def __init__(self, executor: StepExecutor, gather: Gather, *, decode_context_parallel: bool) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        gather: Gather,
+        *,
+        decode_context_parallel: bool,
+        sends_logprobs: bool = False,
+    ) -> None:
         state = executor.state
         self._executor, self._state, self._gather = executor, state, gather
+        self._sends_logprobs = sends_logprobs
         sharding, world = state.plan.sharding, state.world
         self._division = make_cache_division(state) if decode_context_parallel else None
         of_rows = row_axes(state.plan) if self._division is None else in_mesh_order(sharding.data_axes)
@@ -76,7 +89,7 @@ class GenerationStep:
         meeting = meeting_axes(state.plan, gather)
         self.meeting_axes = tuple(axis for axis in of_rows if axis in meeting)
         self._stages = make_stage_forwards(state, GENERATE_ACTION)
-        self._num_batches = 1 if self._stages is None else self._stages.num_batches
+        self.num_batches = 1 if self._stages is None else self._stages.num_batches
         # a stage that takes slices of features cannot do to a cache what another one does (lockstep)
         slices = state.takes_residual_slices(has_whole_tokens=True)
         self._keeps_cache = not (sharding.block_calls_by_pp_rank and slices)
@@ -118,8 +131,8 @@ class GenerationStep:
         waiting = [list(group) for group in groups]
         largest, num_sequences = max(map(len, waiting), default=1), sum(map(len, waiting))
         num_running = min(max_num_seqs, num_sequences)
-        room = max(largest, -(-num_running // self._num_batches))
-        count = max(1, min(self._num_batches, max_num_seqs // room, -(-num_sequences // room)))
+        room = max(largest, -(-num_running // self.num_batches))
+        count = max(1, min(self.num_batches, max_num_seqs // room, -(-num_sequences // room)))
         room, device = room if count > 1 else max_num_seqs, self._state.world.device
         return [ContinuousBatch(forward, waiting, room, device, recorder) for _ in range(count)]
 
@@ -128,9 +141,8 @@ class GenerationStep:
         rows, logits_BV = batch.run_forward()
         stages, sequences = self._stages, rows.sequences
         if stages is not None and not stages.is_last:
-            nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
-            chosen = ChosenTokens(nothing.long(), nothing, nothing)
-            return ForwardUnderWay(rows, chosen, stages.share_tokens(chosen.ids))
+            nothing = torch.zeros(2, len(sequences), dtype=torch.float64, device=rows.context.device)
+            return self._under_way(rows, ChosenTokens(nothing[0].long(), *nothing), nothing)
         by_params = dict[SamplingParams, list[int]]()
         for place, sequence in enumerate(sequences):
             by_params.setdefault(sequence.params.of_a_token, []).append(place)
@@ -149,23 +161,32 @@ class GenerationStep:
             )
         if self._division is not None:  # prompts are computed on each rank, and may round otherwise
             self._division.group.broadcast(together.ids, action=GENERATE_ACTION).wait()
-        arrival = None if stages is None else stages.share_tokens(together.ids)
-        return ForwardUnderWay(rows, together, arrival)
+        return self._under_way(rows, together, torch.stack(together[1:]))
+
+    def _under_way(
+        self, rows: SequenceRows, chosen: ChosenTokens, logprobs: torch.Tensor
+    ) -> "ForwardUnderWay":
+        """Begins to send the `chosen` tokens, and `logprobs`, to the ranks of a pipeline without logits."""
+        stages = self._stages
+        arrivals = [] if stages is None else [stages.share_tokens(chosen.ids)]
+        if stages is not None and self._sends_logprobs:
+            arrivals.append(stages.share_logprobs(logprobs))
+        return ForwardUnderWay(rows, chosen, arrivals)
 
     def share_logprobs(self, logprobs: torch.Tensor) -> None:
         """Replaces `logprobs` on the ranks of a pipeline by those of the rank that has the logits."""
         if self._stages is not None:
-            self._stages.share_logprobs(logprobs)
+            self._stages.share_logprobs(logprobs).wait()
 
 
 class ForwardUnderWay(NamedTuple):
-    """The rows of a forward, and the token that follows each; where a rank of a pipeline has no logits,
-    without log-probabilities, and tokens arrive with `arrival`.
+    """The rows of a forward, and the token that follows each; where a rank of a pipeline has no logits, they
+    come with `arrivals`: tokens, and log-probabilities if they are sent.
     """
 
     rows: SequenceRows
     chosen: ChosenTokens
-    arrival: Work | None
+    arrivals: Sequence[Work]
 
     @property
     def has_work(self) -> bool:
@@ -174,9 +195,35 @@ class ForwardUnderWay(NamedTuple):
 
     def finish(self) -> tuple[SequenceRows, ChosenTokens]:
         """Returns the rows and their tokens, once these have arrived."""
-        if self.arrival is not None:
-            self.arrival.wait()
+        for arrival in self.arrivals:
+            arrival.wait()
         return self.rows, self.chosen
+
+
+class DelayedSums:
+    """Sums of a few numbers over `group`, each known `delay` exchanges later: a rank that is so far ahead of
+    the others, as the first stage of a pipeline is, does not wait for them.
+    """
+
+    def __init__(self, group: Group, device: torch.device, delay: int) -> None:
+        self._group, self._device, self._delay = group, device, delay
+        self._under_way = deque[tuple[torch.Tensor, Work]]()
+
+    def exchange(self, numbers: Sequence[int]) -> list[int] | None:
+        """Begins to sum `numbers`, and returns the sums of `delay` calls ago; None in the first calls."""
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        self._under_way.append((tensor, self._group.all_reduce(tensor, action=GENERATE_ACTION)))
+        if len(self._under_way) <= self._delay:
+            return None
+        summed, work = self._under_way.popleft()
+        work.wait()
+        return summed.tolist()
+
+    def finish(self) -> list[list[int]]:
+        """Returns the sums that are not known yet."""
+        for _, work in self._under_way:
+            work.wait()
+        return [summed.tolist() for summed, _ in self._under_way]
 
 
 def extend_sequences(sequences: Sequence[GeneratedSequence], chosen: ChosenTokens) -> list[GeneratedSequence]:

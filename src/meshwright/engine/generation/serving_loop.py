@@ -11,6 +11,10 @@ Rank 0 alone knows the source. All ranks take part in every announcement, also w
 at least every `IDLE_S` seconds, so that no wait reaches its limit, and signals are heard. A signal to any
 rank ends all, after the same token.
 
+Along pp several batches go round the stages, with an announcement before each forward. What is announced is
+applied a round later, so that the first stage does not wait for the last one; tokens that come behind the
+end of an answer are dropped.
+
 An answer depends on its prompt, the number of its prompt in the request, which of the answers to it it is,
 and its sampling parameters: not on when it came, nor on what runs beside it. So the random numbers of an
 answer are those of `generate`.
@@ -24,12 +28,15 @@ Paper: Yu et al. 2022, Orca, OSDI 2022 (iteration-level scheduling).
 """
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from meshwright.engine.generation.cached_forward import CachedForward
 from meshwright.engine.generation.continuous_batch import (
     ABORTED,
     NOT_FINITE,
@@ -40,6 +47,8 @@ from meshwright.engine.generation.continuous_batch import (
 )
 from meshwright.engine.generation.generation_step import (
     GENERATE_ACTION,
+    DelayedSums,
+    ForwardUnderWay,
     Gather,
     GenerationStep,
     end_at_length,
@@ -119,7 +128,9 @@ def serve_requests(
     (`request_diagnostics`). `decode_context_parallel` divides keys and values over the ranks that share
     samples in a step (decode_context_parallel.py). Nothing is trained.
     """
-    step = GenerationStep(executor, gather, decode_context_parallel=decode_context_parallel)
+    step = GenerationStep(
+        executor, gather, decode_context_parallel=decode_context_parallel, sends_logprobs=True
+    )
     _ServingLoop(executor, source, max_num_seqs, step, should_stop).run()
 
 
@@ -138,39 +149,64 @@ class _ServingLoop:
         self._max_num_seqs = max_num_seqs
         self._step = step
         self._everyone = self._state.world.group(AXES)
+        self._num_batches = min(step.num_batches, max_num_seqs)
+        # a rank of a pipeline that waited for the others before each forward would not work while they do
+        self._announced = DelayedSums(self._everyone, self._state.world.device, self._num_batches - 1)
+        self._messages = deque[bytes]()  # of rank 0: not announced yet
+        self._waiting = list[list[GeneratedSequence]]()
         self._sequences = dict[AnswerKey, GeneratedSequence]()  # of this rank, until they end
         self._ranks_by_answer = dict[AnswerKey, int]()  # on rank 0: all that run or wait, on which rank
         self._early_ends = list[AnswerKey]()  # on rank 0: not announced yet
 
     def run(self) -> None:
         """Runs until the end is announced."""
-        step = self._step
+        step, under_way = self._step, deque[tuple[ContinuousBatch, ForwardUnderWay] | None]()
         with self._state.world.ledger.pause_recording(), step.forwards() as forward:
-            batch = ContinuousBatch(forward, [], self._max_num_seqs, self._state.world.device)
-            while (is_working := self._announce(batch)) is not None:
-                if not is_working:
-                    continue
-                tokens = list[NewToken]()
-                if batch.has_work or step.forwards_meet:
-                    rows, chosen = step.begin(batch).finish()
-                    tokens = self._new_tokens(rows, chosen)
-                    batch.append(rows, chosen.ids)
-                self._deliver(self._gathered(tokens))
+            batches = self._make_batches(forward)
+            for batch in cycle(batches):
+                is_working = self._announce()
+                if is_working is None:
+                    break
+                batch.drop_ended()
+                runs = is_working and (batch.has_work or step.forwards_meet)
+                under_way.append((batch, step.begin(batch)) if runs else None)
+                if len(under_way) == len(batches):
+                    oldest = under_way.popleft()
+                    self._deliver(self._gathered([] if oldest is None else self._append(*oldest)))
+            for each in filter(None, under_way):
+                each[1].finish()
+            self._announced.finish()
 
-    def _announce(self, batch: ContinuousBatch) -> bool | None:
-        """Adds to `batch` what rank 0 announces; returns whether any rank has work, None at the end."""
+    def _make_batches(self, forward: CachedForward) -> list[ContinuousBatch]:
+        """Returns the batches whose forwards follow each other, with the same waiting sequences."""
+        device, edges = self._state.world.device, range(self._num_batches)
+        rooms = [(self._max_num_seqs + edge) // self._num_batches for edge in edges]
+        return [ContinuousBatch(forward, self._waiting, room, device) for room in rooms]
+
+    def _append(self, batch: ContinuousBatch, forward: ForwardUnderWay) -> list[NewToken]:
+        """Appends the tokens behind a forward of `batch`, and returns them."""
+        rows, chosen = forward.finish()
+        tokens = self._new_tokens(rows, chosen)
+        batch.append(rows, chosen.ids)
+        return tokens
+
+    def _announce(self) -> bool | None:
+        """Adds what rank 0 announces to the sequences; returns whether any rank has work, None at the end."""
         message, is_over = b"", False
         if self._source is not None:
             arrivals = self._source.arrivals(0.0 if self._ranks_by_answer else IDLE_S)
             message, is_over = self._message(arrivals), arrivals.is_over
+        self._messages.append(message)
         own = [len(message), int(is_over or self._should_stop()), len(self._ranks_by_answer)]
-        numbers = torch.tensor(own, device=self._state.world.device)
-        self._everyone.all_reduce(numbers, action=GENERATE_ACTION).wait()
-        nbytes, num_ending, num_answers = numbers.tolist()
+        announced = self._announced.exchange(own)
+        if announced is None:
+            return False
+        nbytes, num_ending, num_answers = announced
+        message = self._messages.popleft()
         if num_ending:
             return None
         if nbytes:
-            self._apply(self._broadcast(message, nbytes), batch)
+            self._apply(self._broadcast(message, nbytes))
         return num_answers > 0
 
     def _message(self, arrivals: Arrivals) -> bytes:
@@ -202,7 +238,7 @@ class _ServingLoop:
         found: dict[str, Any] = json.loads(letters.cpu().numpy().tobytes())
         return found
 
-    def _apply(self, announced: dict[str, Any], batch: ContinuousBatch) -> None:
+    def _apply(self, announced: dict[str, Any]) -> None:
         module = self._state.trained_module.module
         for each in announced["requests"]:
             if each["on"] != self._step.group.index:
@@ -217,20 +253,17 @@ class _ServingLoop:
                 for sample in range(params.n)
             ]
             self._sequences |= {(number, sequence.sample): sequence for sequence in group}
-            batch.add(group)
+            room = self._max_num_seqs // self._num_batches  # of the smallest batch
+            self._waiting += [group[first : first + room] for first in range(0, len(group), room)]
         ended = [self._sequences.pop((number, sample), None) for number, sample in announced["ended"]]
         for sequence in ended:
             if sequence is not None and sequence.state == RUNNING:
                 sequence.state = ABORTED
-        if any(ended):
-            batch.drop_ended()
 
     def _new_tokens(self, rows: SequenceRows, chosen: ChosenTokens) -> list[NewToken]:
         """Appends the `chosen` tokens, and returns those of sequences that ran until now."""
-        logprobs = torch.stack([chosen.logprobs, chosen.sampling_logprobs])
-        self._step.share_logprobs(logprobs)
         ran = [each for each in rows.sequences if each.state == RUNNING]
-        end_at_length(extend_sequences(rows.sequences, chosen._replace(logprobs=logprobs[0])))
+        end_at_length(extend_sequences(rows.sequences, chosen))
         tokens = list[NewToken]()
         for each in ran:
             newest = (NO_TOKEN, 0.0) if each.state == NOT_FINITE else (each.tokens[-1], each.logprobs[-1])
@@ -244,7 +277,8 @@ class _ServingLoop:
         group = self._step.group
         if group.size == 1:
             return tokens
-        own = torch.full((self._max_num_seqs, len(NewToken._fields)), NO_REQUEST, dtype=torch.float64)
+        most = -(-self._max_num_seqs // self._num_batches)
+        own = torch.full((most, len(NewToken._fields)), NO_REQUEST, dtype=torch.float64)
         for place, token in enumerate(tokens):
             own[place] = torch.tensor(token, dtype=torch.float64)
         every = gather_from_ranks(group, own.to(self._state.world.device)).flatten(0, 1).tolist()
@@ -259,8 +293,11 @@ class _ServingLoop:
             return
         for token in tokens:
             key = token.number, token.sample
+            if key not in self._ranks_by_answer:  # its end is announced, or will be
+                continue
             goes_on = self._source.deliver(token)
             if token.state != RUNNING:
                 del self._ranks_by_answer[key]
             elif not goes_on:
+                del self._ranks_by_answer[key]
                 self._early_ends.append(key)

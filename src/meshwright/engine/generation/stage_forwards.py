@@ -177,9 +177,9 @@ class StageForwards:
         """Begins to replace `ids` (samples,) on all ranks by those of the rank that has the logits."""
         return self._group.broadcast(ids, source=self.last_rank, action=self._action)
 
-    def share_logprobs(self, logprobs: torch.Tensor) -> None:
-        """Replaces `logprobs` on all ranks by those of the rank that has the logits."""
-        self._group.broadcast(logprobs, source=self.last_rank, action=self._action).wait()
+    def share_logprobs(self, logprobs: torch.Tensor) -> Work:
+        """Begins to replace `logprobs` on all ranks by those of the rank that has the logits."""
+        return self._group.broadcast(logprobs, source=self.last_rank, action=self._action)
 
     def _wait_for_sends(self) -> None:
         for work, _ in self._sends:
