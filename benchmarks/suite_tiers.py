@@ -1,7 +1,9 @@
 """Writes tests/tiers.toml: the cases that `make test` keeps of the expensive test functions.
 
-    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run
-                                                   (make test-full ARGS=--junitxml=JUNIT.xml)
+    python -m benchmarks.suite_tiers JUNIT.xml          from the seconds of a full run
+                                                        (make test-full ARGS=--junitxml=JUNIT.xml)
+    python -m benchmarks.suite_tiers --add JUNIT.xml    for functions without a selection, from the seconds of
+                                                        `make test`
 
 `make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
 a selection that covers all pairs of its parameters within a budget of seconds per function, the cheapest
@@ -106,8 +108,10 @@ def cover(cases: Sequence[tuple[str, float]], budget_s: float) -> list[str]:
     return sorted(kept, key=order.index)
 
 
-def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> Tiers:
-    """Returns, by file and function, the ids to keep; functions of which all are kept are left out."""
+def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers) -> Tiers:
+    """Returns, by file and function, the ids to keep; functions of which all are kept are left out. Functions
+    in `before` keep their selection.
+    """
     known_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (file, function, _), spent in seconds.items():
         known_s[file, function].append(spent)
@@ -118,6 +122,10 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> Tiers:
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for (file, function), known in functions.items():
         total_s = sum(spent for _, spent in known)
+        selected = before.get(file, {}).get(function)
+        if selected is not None:
+            found[file][function] = [case for case, _ in known if case in selected]
+            continue
         if function in KEEP or total_s <= FUNCTION_S or file.startswith(("house/", "docs/")):
             continue
         cheapest = min(spent for _, spent in known)
@@ -127,12 +135,14 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> Tiers:
     return {file: dict(sorted(found[file].items())) for file in sorted(found)}
 
 
-def main(junit: str) -> None:
-    """Write tests/tiers.toml, and print the number of cases and seconds of the selection."""
+def main(junit: str, *, adds: bool) -> None:
+    """Writes tests/tiers.toml, and prints the number of cases and seconds of the selection; with `adds`, only
+    functions get one that have none.
+    """
     collector = Collector()
     pytest.main(["--collect-only", "-qq", "--full", "tests"], plugins=[collector])
     seconds = seconds_of(Path(junit))
-    found = selection(collector.cases, seconds)
+    found = selection(collector.cases, seconds, read_tiers() if adds else {})
     head = (
         "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps of expensive "
         "functions.\n"
@@ -144,4 +154,4 @@ def main(junit: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[-1], adds="--add" in sys.argv[1:])

@@ -185,7 +185,7 @@ class Result:
 
 
 def stored(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """Returns the stored result of the benchmark `name` in `folder`, as it was written; {} if there is none."""
+    """Returns the stored result of the benchmark `name` in `folder`, as it was written; {} without one."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
