@@ -3,7 +3,8 @@
     python -m benchmarks.suite_tiers JUNIT.xml          from the seconds of a full run
                                                         (make test-full ARGS=--junitxml=JUNIT.xml)
     python -m benchmarks.suite_tiers --add JUNIT.xml    for functions without a selection, from the seconds of
-                                                        `make test`
+                                                        `make test`, or of a part of it
+    python -m benchmarks.suite_tiers --add --slowdown 1.5 JUNIT.xml    on a host that takes so much longer
 
 `make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
 a selection that covers all pairs of its parameters within a budget of seconds per function, the cheapest
@@ -19,9 +20,9 @@ reported).
 """
 
 import re
-import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -74,14 +75,14 @@ def is_kept(case: Case, tiers: Tiers) -> bool:
     return kept is None or name in kept
 
 
-def seconds_of(junit: Path) -> dict[Case, float]:
-    """Returns the seconds of every case of a JUnit file that pytest wrote."""
+def seconds_of(junit: Path, slowdown: float = 1.0) -> dict[Case, float]:
+    """Returns the seconds of every case of a JUnit file that pytest wrote, on a host without `slowdown`."""
     found: dict[Case, float] = {}
     for element in ElementTree.parse(junit).iter("testcase"):
         classname, name = element.get("classname", ""), element.get("name", "")
         function, _, case = name.partition("[")
         file = "/".join(classname.removeprefix("tests.").split(".")) + ".py"
-        found[file, function, case.removesuffix("]")] = float(element.get("time", "0"))
+        found[file, function, case.removesuffix("]")] = float(element.get("time", "0")) / slowdown
     return found
 
 
@@ -108,9 +109,9 @@ def cover(cases: Sequence[tuple[str, float]], budget_s: float) -> list[str]:
     return sorted(kept, key=order.index)
 
 
-def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers) -> Tiers:
-    """Returns, by file and function, the ids to keep; functions of which all are kept are left out. Functions
-    in `before` keep their selection.
+def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers, *, adds: bool) -> Tiers:
+    """Returns, by file and function, the ids to keep; functions of which all are kept are left out. If it
+    `adds`, functions keep what they have `before`, and those that have not run keep all.
     """
     known_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (file, function, _), spent in seconds.items():
@@ -122,9 +123,11 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers) 
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for (file, function), known in functions.items():
         total_s = sum(spent for _, spent in known)
-        selected = before.get(file, {}).get(function)
+        selected = before.get(file, {}).get(function) if adds else None
         if selected is not None:
             found[file][function] = [case for case, _ in known if case in selected]
+            continue
+        if adds and (file, function) not in known_s:
             continue
         if function in KEEP or total_s <= FUNCTION_S or file.startswith(("house/", "docs/")):
             continue
@@ -135,14 +138,17 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers) 
     return {file: dict(sorted(found[file].items())) for file in sorted(found)}
 
 
-def main(junit: str, *, adds: bool) -> None:
-    """Writes tests/tiers.toml, and prints the number of cases and seconds of the selection; with `adds`, only
-    functions get one that have none.
-    """
+def main() -> None:
+    """Writes tests/tiers.toml, and prints the number of cases and seconds of the selection."""
+    parser = ArgumentParser(description="the cases that `make test` keeps of expensive functions")
+    parser.add_argument("junit", type=Path, help="what pytest wrote with --junitxml")
+    parser.add_argument("--add", action="store_true", help="only for functions without a selection")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="of the host of that run")
+    asked = parser.parse_args()
     collector = Collector()
     pytest.main(["--collect-only", "-qq", "--full", "tests"], plugins=[collector])
-    seconds = seconds_of(Path(junit))
-    found = selection(collector.cases, seconds, read_tiers() if adds else {})
+    seconds = seconds_of(asked.junit, asked.slowdown)
+    found = selection(collector.cases, seconds, read_tiers(), adds=asked.add)
     head = (
         "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps of expensive "
         "functions.\n"
@@ -154,4 +160,4 @@ def main(junit: str, *, adds: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[-1], adds="--add" in sys.argv[1:])
+    main()

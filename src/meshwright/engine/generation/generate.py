@@ -17,7 +17,8 @@ forwards meet (experts along ep; shards gathered block by block) run equally man
 runs a prompt of one token, and before each forward they agree whether any rank goes on.
 
 What the caller has passed, a callback or a tokenizer, may raise on one rank or end answers. Then all ranks
-agree before each forward, and the error of one is that of all.
+agree before each forward, and the error of one is that of all. With stop strings stages of a pipeline do not
+wait for that: it is known a round later, and an answer is cut behind its stop string.
 
 An answer depends on its prompt, the number of its prompt, which of the answers to it it is, and its sampling
 parameters, and on nothing else.

@@ -154,6 +154,7 @@ class _ServingLoop:
         self._announced = DelayedSums(self._everyone, self._state.world.device, self._num_batches - 1)
         self._messages = deque[bytes]()  # of rank 0: not announced yet
         self._waiting = list[list[GeneratedSequence]]()
+        self._num_with_ended = 0  # how many of the next batches may have sequences that others have ended
         self._sequences = dict[AnswerKey, GeneratedSequence]()  # of this rank, until they end
         self._ranks_by_answer = dict[AnswerKey, int]()  # on rank 0: all that run or wait, on which rank
         self._early_ends = list[AnswerKey]()  # on rank 0: not announced yet
@@ -167,7 +168,9 @@ class _ServingLoop:
                 is_working = self._announce()
                 if is_working is None:
                     break
-                batch.drop_ended()
+                if self._num_with_ended:
+                    self._num_with_ended -= 1
+                    batch.drop_ended()
                 runs = is_working and (batch.has_work or step.forwards_meet)
                 under_way.append((batch, step.begin(batch)) if runs else None)
                 if len(under_way) == len(batches):
@@ -259,6 +262,8 @@ class _ServingLoop:
         for sequence in ended:
             if sequence is not None and sequence.state == RUNNING:
                 sequence.state = ABORTED
+        if any(ended):
+            self._num_with_ended = self._num_batches
 
     def _new_tokens(self, rows: SequenceRows, chosen: ChosenTokens) -> list[NewToken]:
         """Appends the `chosen` tokens, and returns those of sequences that ran until now."""
