@@ -59,7 +59,6 @@ def answers_of(mesh: mw.Mesh, ask: Any, **how: Any) -> list[Any]:
     ("mesh", "how"),
     [
         *((mesh, {}) for mesh in MESHES),
-        ("shards", {"gather": "block"}),
         ("sequence", {"decode_context_parallel": True}),
     ],
 )

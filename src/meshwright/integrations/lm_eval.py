@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 
 from meshwright.engine.generation.sampling_params import READ_WHEN_DRAWN, SamplingParams, end_tokens
 from meshwright.model.hf.declared_tp_plan import config_of
-from meshwright.plan.generation_program import Gather
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.training.trainer import Trainer
 
@@ -58,7 +57,6 @@ class MeshwrightLM(TemplateLM):
         max_length: the most tokens of a sequence, of which longer ones keep the end; None: what the config of
             the model says, or else the tokenizer.
         max_gen_toks: the most tokens of an answer, for tasks that state no number.
-        gather: how sharded weights are gathered, as for `Trainer.generate`.
         decode_context_parallel: whether ranks along cp divide the keys and values of an answer.
     """
 
@@ -70,7 +68,6 @@ class MeshwrightLM(TemplateLM):
         batch_size: int = 8,
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        gather: Gather = "once",
         decode_context_parallel: bool = False,
     ) -> None:
         super().__init__()
@@ -78,7 +75,6 @@ class MeshwrightLM(TemplateLM):
         self.tokenizer: Any = tokenizer
         self.max_length = max_length or resolve_max_length(config_of(trainer.module), tokenizer)
         self.max_gen_toks = max_gen_toks
-        self._gather: Gather = gather
         self._divides = decode_context_parallel
         if tokenizer.eos_token_id is None:
             text = f"the tokenizer {tokenizer.name_or_path!r} names no end token (eos_token)"
@@ -149,7 +145,7 @@ class MeshwrightLM(TemplateLM):
             kept = [*context, *continuation][-(self.max_length + 1) :]
             prompts.append(kept[: -len(continuation)])
             answers.append(continuation)
-        scored = self._trainer.logprobs(prompts, answers, batch_size=self.batch_size, gather=self._gather)
+        scored = self._trainer.logprobs(prompts, answers, batch_size=self.batch_size)
         found = [(sum(each.logprobs), each.is_greedy) for each in scored]
         for (texts, _, _), answer in zip(requests, found, strict=True):
             if texts is not None:
@@ -180,7 +176,6 @@ class MeshwrightLM(TemplateLM):
             prompts,
             params,
             max_num_seqs=self.batch_size,
-            gather=self._gather,
             tokenizer=self.tokenizer,
             decode_context_parallel=self._divides,
         )
