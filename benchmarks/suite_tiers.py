@@ -111,7 +111,7 @@ def cover(cases: Sequence[tuple[str, float]], budget_s: float) -> list[str]:
 
 def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers, *, adds: bool) -> Tiers:
     """Returns, by file and function, the ids to keep; functions of which all are kept are left out. If it
-    `adds`, functions keep what they have `before`, and those that have not run keep all.
+    `adds`, functions keep what they have `before`, and those of one case, or that have not run, keep all.
     """
     known_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (file, function, _), spent in seconds.items():
@@ -125,9 +125,11 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float], before: Tiers, 
         total_s = sum(spent for _, spent in known)
         selected = before.get(file, {}).get(function) if adds else None
         if selected is not None:
-            found[file][function] = [case for case, _ in known if case in selected]
-            continue
-        if adds and (file, function) not in known_s:
+            still_there = [case for case, _ in known if case in selected]
+            if still_there or not selected:
+                found[file][function] = still_there
+                continue
+        if adds and (len(known) == 1 or (file, function) not in known_s):
             continue
         if function in KEEP or total_s <= FUNCTION_S or file.startswith(("house/", "docs/")):
             continue

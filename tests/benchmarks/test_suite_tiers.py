@@ -17,6 +17,8 @@ def test_what_is_added_leaves_selections_and_what_has_not_run_alone():
     before: Tiers = {SLOW: {"test_it": ["a-d", "gone"]}}
     found = selection(CASES, SECONDS, before, adds=True)
     assert found == {SLOW: {"test_it": ["a-d"]}}
+    renamed: Tiers = {SLOW: {"test_it": ["gone"]}}
+    assert selection(CASES, SECONDS, renamed, adds=True) == {SLOW: {"test_it": ["a-c", "b-d"]}}
     slower = {case: 10 * spent for case, spent in SECONDS.items()}
     assert set(selection(CASES, slower, before, adds=True)) == {SLOW, CHEAP}
 
