@@ -1,5 +1,5 @@
 # Every target sets up its own environment in .venv, again whenever the lock or the project file changes.
-#   make test                       the default tier of the suite (about 8 minutes on two cores)
+#   make test                       the default tier of the suite (15 to 25 minutes on two cores)
 #   make test-full                  every case
 #   make test PYTHON=python3.12     with another interpreter (3.11 to 3.13)
 # Without a GPU, let pip find a CPU build of torch first (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL): it saves gigabytes.
