@@ -141,8 +141,8 @@ class GenerationStep:
         rows, logits_BV = batch.run_forward()
         stages, sequences = self._stages, rows.sequences
         if stages is not None and not stages.is_last:
-            nothing = torch.zeros(2, len(sequences), dtype=torch.float64, device=rows.context.device)
-            return self._under_way(rows, ChosenTokens(nothing[0].long(), *nothing), nothing)
+            nothing = torch.zeros(len(sequences), dtype=torch.float64, device=rows.context.device)
+            return self._under_way(rows, ChosenTokens(nothing.long(), nothing, nothing.clone()))
         by_params = dict[SamplingParams, list[int]]()
         for place, sequence in enumerate(sequences):
             by_params.setdefault(sequence.params.of_a_token, []).append(place)
@@ -161,16 +161,15 @@ class GenerationStep:
             )
         if self._division is not None:  # prompts are computed on each rank, and may round otherwise
             self._division.group.broadcast(together.ids, action=GENERATE_ACTION).wait()
-        return self._under_way(rows, together, torch.stack(together[1:]))
+        return self._under_way(rows, together)
 
-    def _under_way(
-        self, rows: SequenceRows, chosen: ChosenTokens, logprobs: torch.Tensor
-    ) -> "ForwardUnderWay":
-        """Begins to send the `chosen` tokens, and `logprobs`, to the ranks of a pipeline without logits."""
-        stages = self._stages
-        arrivals = [] if stages is None else [stages.share_tokens(chosen.ids)]
+    def _under_way(self, rows: SequenceRows, chosen: ChosenTokens) -> "ForwardUnderWay":
+        """Begins to replace what is `chosen` on the ranks of a pipeline that have no logits."""
+        stages, arrivals = self._stages, list[Work]()
+        if stages is not None:
+            arrivals.append(stages.share_tokens(chosen.ids))
         if stages is not None and self._sends_logprobs:
-            arrivals.append(stages.share_logprobs(logprobs))
+            arrivals += map(stages.share_logprobs, (chosen.logprobs, chosen.sampling_logprobs))
         return ForwardUnderWay(rows, chosen, arrivals)
 
     def share_logprobs(self, logprobs: torch.Tensor) -> None:

@@ -242,7 +242,7 @@ class _ServingLoop:
         return found
 
     def _apply(self, announced: dict[str, Any]) -> None:
-        module = self._state.trained_module.module
+        module, room = self._state.trained_module.module, self._max_num_seqs // self._num_batches
         for each in announced["requests"]:
             if each["on"] != self._step.group.index:
                 continue
@@ -256,7 +256,7 @@ class _ServingLoop:
                 for sample in range(params.n)
             ]
             self._sequences |= {(number, sequence.sample): sequence for sequence in group}
-            room = self._max_num_seqs // self._num_batches  # of the smallest batch
+            # as many as the smallest batch has room for
             self._waiting += [group[first : first + room] for first in range(0, len(group), room)]
         ended = [self._sequences.pop((number, sample), None) for number, sample in announced["ended"]]
         for sequence in ended:
@@ -301,8 +301,8 @@ class _ServingLoop:
             if key not in self._ranks_by_answer:  # its end is announced, or will be
                 continue
             goes_on = self._source.deliver(token)
-            if token.state != RUNNING:
-                del self._ranks_by_answer[key]
-            elif not goes_on:
-                del self._ranks_by_answer[key]
+            if token.state == RUNNING and goes_on:
+                continue
+            del self._ranks_by_answer[key]
+            if token.state == RUNNING:
                 self._early_ends.append(key)
